@@ -1,0 +1,109 @@
+"""From a configuration to the parts of a running engine: resolves what is `auto`, runs the KV memory policy, keeps the record.
+
+Every `auto` becomes a fact with its reason here, once, before anything is loaded.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.config import DEFAULT_CPU_KV_BYTES, EngineConfig, KVConfig
+from engine.kernels.attention import choose_attention, default_block_size
+from engine.memory.gauge import MIB
+from engine.memory.policies import KV_MEMORY_POLICIES
+from engine.model.source import resolve_model
+from engine.records import StartupRecord
+from engine.startup import EngineStartup, OnStage
+
+if TYPE_CHECKING:
+    from engine.kernels.attention import AttentionBackend
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What start-up has built, and the record of it."""
+
+    parts: EngineStartup
+    record: StartupRecord
+
+
+def assemble(config: EngineConfig, on_stage: OnStage) -> Assembly:
+    """Build everything in the order that the KV memory policy says; ValueError for what cannot be done on this device."""
+    choices: dict[str, str] = {}
+    device = _choose_device(config.device, choices)
+    source = resolve_model(config.model, device.type)
+    if config.model.dtype == "auto":
+        choices["model.dtype"] = str(source.dtype).removeprefix("torch.")
+    attention, reason = choose_attention(config.kernels.attention, device, source.dtype, source.architecture.head_dim)
+    if config.kernels.attention == "auto":
+        choices["kernels.attention"] = f"{attention.name}: {reason}"
+    block_size = _choose_block_size(config.kv, attention, choices)
+    policy = KV_MEMORY_POLICIES[_choose_kv_policy(config.kv, device, choices)]
+    parts = EngineStartup(config, source, device, attention, block_size, on_stage)
+    policy.run(parts)
+    return Assembly(parts, _record(config, parts, attention.name, policy.name, choices))
+
+
+def _choose_device(requested: str, choices: dict[str, str]) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if requested == "cuda" and not has_cuda:
+        raise ValueError("device=cuda needs an NVIDIA GPU that torch can use; none was found (device=cpu runs without)")
+    if requested == "auto":
+        requested = "cuda" if has_cuda else "cpu"
+        choices["device"] = f"{requested}: {'a GPU was found' if has_cuda else 'no GPU was found'}"
+    return torch.device("cuda", torch.cuda.current_device()) if requested == "cuda" else torch.device("cpu")
+
+
+def _choose_block_size(kv: KVConfig, attention: "AttentionBackend", choices: dict[str, str]) -> int:
+    if kv.block_size != "auto":
+        attention.check_block_size(kv.block_size)
+        return kv.block_size
+    block_size = default_block_size(attention)
+    choices["kv.block_size"] = f"{block_size} tokens: the default for {attention.name}"
+    return block_size
+
+
+def _choose_kv_policy(kv: KVConfig, device: torch.device, choices: dict[str, str]) -> str:
+    is_stated = any(getattr(kv, name) is not None for name in ("bytes", "tokens", "num_blocks"))
+    if device.type == "cpu":
+        if kv.policy not in ("auto", "fixed"):
+            raise ValueError(f"kv.policy={kv.policy} measures a GPU's memory; on a CPU it must be auto or fixed")
+        if kv.memory_fraction is not None:
+            raise ValueError(f"kv.memory_fraction={kv.memory_fraction} is a share of a GPU's memory; on a CPU give "
+                             f"kv.bytes, kv.tokens or kv.num_blocks")
+    if kv.policy != "auto":
+        return kv.policy
+    if is_stated or device.type == "cpu":
+        size = "as stated" if is_stated else f"at most {DEFAULT_CPU_KV_BYTES // MIB} MiB on a CPU"
+        choices["kv.policy"] = f"fixed: {size}"
+        return "fixed"
+    choices["kv.policy"] = "profile_then_allocate: a GPU, and no size was stated"
+    return "profile_then_allocate"
+
+
+def _record(config: EngineConfig, parts: EngineStartup, attention: str, kv_policy: str,
+            choices: dict[str, str]) -> StartupRecord:
+    source, device, kv_cache = parts.source, parts.device, parts.kv_cache
+    if config.model.load_format == "auto":
+        choices["model.load_format"] = source.load_format
+    return StartupRecord(
+        device=device.type,
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        dtype=str(source.dtype).removeprefix("torch."),
+        attention=attention,
+        load_format=source.load_format,
+        kv_policy=kv_policy,
+        replay="none" if parts.graphs is None else parts.recorder.name,
+        choices=choices,
+        num_parameters=parts.decoder.num_parameters,
+        block_size=kv_cache.block_size,
+        num_kv_blocks=kv_cache.num_blocks,
+        kv_bytes=kv_cache.num_bytes,
+        kv_bytes_per_token=parts.block_bytes // kv_cache.block_size,
+        device_total_bytes=parts.gauge.total_bytes,
+        buckets=parts.bucket_records,
+        ledger=parts.ledger(),
+        seconds=dict(parts.seconds),
+        kv_estimate_error_bytes=parts.estimate_error_bytes(),
+    )

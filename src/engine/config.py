@@ -1,0 +1,251 @@
+"""What an engine can be told: names, units, defaults and validity, each in this one place.
+
+Every class is frozen and checks itself when it is built, so a config that exists is a config that makes sense. What is
+only known later (the block count, what `auto` became) is a fact of the run and goes into its records, never back in here.
+The module imports no torch: the command line reads it to answer `--help`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from engine.graph.buckets import BUCKET_POLICIES, BucketTable
+
+DEVICES = ("auto", "cuda", "cpu")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+SCHEDULER_POLICIES = ("prefill_first",)
+GRAPH_MODES = ("full", "eager")
+KV_POLICIES = ("auto", "allocate_first", "profile_then_allocate", "fixed")
+ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "reference")
+SAMPLERS = ("torch", "compiled")
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+DEFAULT_MEMORY_FRACTION = 0.9
+DEFAULT_CPU_KV_BYTES = 1 << 30
+
+
+def check_choice(key: str, value: object, allowed: Iterable[str]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in (names := tuple(allowed)):
+        raise ValueError(f"{key} must be one of {', '.join(names)}; got {value!r}")
+
+
+def check_range(key: str, value: Any, low: float, high: float | None = None, kind: type = int) -> None:
+    """Raise ValueError unless `value` is a `kind` in [low, high]; booleans are not numbers here."""
+    bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
+    wanted = "a whole number" if kind is int else "a number"
+    is_number = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
+    if not is_number or not (low <= value <= (float("inf") if high is None else high)):
+        raise ValueError(f"{key} must be {wanted} {bounds}; got {value!r}")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The shape of a decoder, under the names that Hugging Face's config.json uses.
+
+    One decoder serves all families; they differ by `qkv_bias` (Qwen2), `qk_norm` (Qwen3) and the rope settings.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: Optional[dict[str, Any]] = None  # Llama 3: {rope_type: llama3, factor, low_freq_factor, ...}
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("model.architecture.family", self.family, FAMILIES)
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads", "head_dim", "max_position_embeddings"):
+            check_range(f"model.architecture.{name}", getattr(self, name), 1)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"model.architecture.num_attention_heads={self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"model.architecture.head_dim must be even (rotary pairs); got {self.head_dim}")
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Bytes of KV cache that one token takes over all layers."""
+        return self.num_hidden_layers * 2 * self.num_key_value_heads * self.head_dim * dtype_bytes
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which weights, and in which precision.
+
+    With `path` (a Hugging Face directory or hub id) that directory's config.json is the architecture; `architecture`
+    serves dummy weights, and is compared with config.json when both are there.
+    """
+
+    name: str = "custom"
+    path: Optional[str] = None
+    load_format: str = "auto"  # auto: safetensors when path is set, else dummy
+    dtype: str = "auto"  # auto: float32 on a CPU, the checkpoint's own (bfloat16 for dummy) on a GPU
+    max_model_len: int = 4096  # tokens of prompt and output together
+    dummy_seed: int = 0
+    architecture: Optional[Architecture] = None
+
+    def __post_init__(self) -> None:
+        check_choice("model.load_format", self.load_format, LOAD_FORMATS)
+        check_choice("model.dtype", self.dtype, DTYPES)
+        check_range("model.max_model_len", self.max_model_len, 1)
+        check_range("model.dummy_seed", self.dummy_seed, 0)
+        if self.path is None and self.architecture is None:
+            raise ValueError("model.path is not set and model.architecture is not either: give a model directory or hub "
+                             "id (model.path=...), or choose a model group")
+        if self.path is None and self.load_format == "safetensors":
+            raise ValueError("model.load_format=safetensors needs model.path; without one only dummy weights exist")
+        arch = self.architecture
+        if arch is not None and self.max_model_len > arch.max_position_embeddings:
+            raise ValueError(f"model.max_model_len must be at most the model's max_position_embeddings="
+                             f"{arch.max_position_embeddings}; got {self.max_model_len}")
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether weights are random instead of read from `path`."""
+        return self.load_format == "dummy" or (self.load_format == "auto" and self.path is None)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Who runs in a step."""
+
+    policy: str = "prefill_first"
+    max_num_seqs: int = 256  # most live requests: requests that hold KV blocks
+    max_num_batched_tokens: int = 16384  # most prompt tokens in one prefill step
+    overlap: bool = False  # schedule and launch step n+1 before the tokens of step n are read
+
+    def __post_init__(self) -> None:
+        check_choice("scheduler.policy", self.policy, SCHEDULER_POLICIES)
+        check_range("scheduler.max_num_seqs", self.max_num_seqs, 1)
+        check_range("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1)
+
+
+@dataclass(frozen=True)
+class GraphConfig:
+    """Which decode batch sizes get a graph. `eager` records none (the lesson's enforce_eager)."""
+
+    mode: str = "full"
+    buckets: Any = "nano_vllm"  # a policy's name or an explicit list of batch sizes
+    max_bucket: int = 512  # no policy captures a batch size above this; an explicit list may
+
+    def __post_init__(self) -> None:
+        check_choice("graph.mode", self.mode, GRAPH_MODES)
+        check_range("graph.max_bucket", self.max_bucket, 1)
+        if isinstance(self.buckets, str) and self.buckets in BUCKET_POLICIES:
+            return
+        if not isinstance(self.buckets, (list, tuple)) or not self.buckets:
+            raise ValueError(f"graph.buckets must be one of {', '.join(BUCKET_POLICIES)}, or a list such as [1,2,4,8]; "
+                             f"got {self.buckets!r}")
+        for size in self.buckets:
+            check_range("graph.buckets: each size", size, 1)
+        if len(set(self.buckets)) != len(self.buckets):
+            raise ValueError(f"graph.buckets must name each size once; got {list(self.buckets)}")
+
+
+@dataclass(frozen=True)
+class KVConfig:
+    """How much memory the KV cache gets, and when that is decided."""
+
+    policy: str = "auto"  # auto: fixed on a CPU, profile_then_allocate on a GPU
+    memory_fraction: Optional[float] = None  # of the device's total; 0.9 when no size is given
+    bytes: Optional[int] = None
+    tokens: Optional[int] = None
+    num_blocks: Optional[int] = None
+    block_size: Any = "auto"  # tokens a block; auto: 256 with flash_attn (its pages need multiples of 256), else 64
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        check_choice("kv.policy", self.policy, KV_POLICIES)
+        sizes = {name: value for name in ("memory_fraction", "bytes", "tokens", "num_blocks")
+                 if (value := getattr(self, name)) is not None}
+        if len(sizes) > 1:
+            raise ValueError("at most one of kv.memory_fraction, kv.bytes, kv.tokens, kv.num_blocks may be set; got "
+                             + ", ".join(f"kv.{name}={value}" for name, value in sizes.items()))
+        for name in sizes.keys() - {"memory_fraction"}:
+            check_range(f"kv.{name}", sizes[name], 1)
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"kv.memory_fraction must be in (0, 1]; got {self.memory_fraction}")
+        if self.policy == "fixed" and "memory_fraction" in sizes:
+            raise ValueError("kv.policy=fixed takes kv.bytes, kv.tokens or kv.num_blocks, not kv.memory_fraction")
+        if self.policy in ("allocate_first", "profile_then_allocate") and sizes.keys() - {"memory_fraction"}:
+            raise ValueError(f"kv.policy={self.policy} sizes the cache itself from kv.memory_fraction; "
+                             f"kv.{next(iter(sizes))} belongs to kv.policy=fixed")
+        if self.block_size != "auto":
+            check_range("kv.block_size", self.block_size, 1)
+
+
+@dataclass(frozen=True)
+class KernelsConfig:
+    """Which implementation computes attention. `auto` takes the fastest that the device can run and records it."""
+
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("kernels.attention", self.attention, ATTENTION_BACKENDS)
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """How tokens are drawn, and the sampling parameters of requests that state none.
+
+    `torch` draws noise that is a pure function of (request seed, position, token id). `compiled` is the lesson's
+    exponential race under torch.compile, whose noise depends on the batch.
+    """
+
+    impl: str = "torch"
+    temperature: float = 0.0
+    top_k: int = 0  # 0: no limit
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # requests without a seed of their own derive one from this and their number
+
+    def __post_init__(self) -> None:
+        check_choice("sampler.impl", self.impl, SAMPLERS)
+        check_sampling("sampler.", vars(self))
+
+
+def check_sampling(prefix: str, values: Mapping[str, Any]) -> None:
+    """Raise ValueError unless temperature, top_k, top_p and min_p in `values` are in range."""
+    check_range(f"{prefix}temperature", values["temperature"], 0, 100, kind=float)
+    check_range(f"{prefix}top_k", values["top_k"], 0)
+    check_range(f"{prefix}min_p", values["min_p"], 0, 1, kind=float)
+    check_range(f"{prefix}top_p", values["top_p"], 0, 1, kind=float)
+    if values["top_p"] == 0:
+        raise ValueError(f"{prefix}top_p must be in (0, 1]; got 0")
+    if values["seed"] is not None:
+        check_range(f"{prefix}seed", values["seed"], 0, 2**63 - 1)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine is built from."""
+
+    model: ModelConfig
+    device: str = "auto"
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    graph: GraphConfig = field(default_factory=GraphConfig)
+    kv: KVConfig = field(default_factory=KVConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+
+    def __post_init__(self) -> None:
+        check_choice("device", self.device, DEVICES)
+        if self.scheduler.max_num_batched_tokens < self.model.max_model_len:
+            raise ValueError(
+                f"scheduler.max_num_batched_tokens={self.scheduler.max_num_batched_tokens} is below model.max_model_len="
+                f"{self.model.max_model_len}: scheduler.policy=prefill_first computes a prompt in one step")
+        BucketTable.build(self.graph.buckets, self.scheduler.max_num_seqs, self.graph.max_bucket)

@@ -1,0 +1,1 @@
+"""Decode graphs: which batch sizes are captured (buckets) and how they are captured and replayed (graphs)."""

@@ -1,0 +1,71 @@
+"""Which decode batch sizes get a graph, and which of them serves a given batch.
+
+A graph has one fixed batch size, its bucket; a batch of five replays bucket 8 with three rows of padding. A policy is a
+pure function from the limit (the largest batch to cover) to batch sizes. Its list always ends at the limit, where
+nano-vllm's, on which the first policy is modelled, stops at the last multiple of 16 and leaves larger batches no graph.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+def nano_vllm(limit: int) -> list[int]:
+    """1, 2, 4, 8, every multiple of 16, and the limit: never more than 15 rows of padding."""
+    return _closed([1, 2, 4, 8, *range(16, limit + 1, 16)], limit)
+
+
+def pow2(limit: int) -> list[int]:
+    """Powers of two and the limit: few graphs, and every batch fills more than half of its bucket."""
+    return _closed([1 << exponent for exponent in range(limit.bit_length())], limit)
+
+
+def _closed(sizes: list[int], limit: int) -> list[int]:
+    return sorted({size for size in sizes if size < limit} | {limit})
+
+
+BUCKET_POLICIES: dict[str, Callable[[int], list[int]]] = {"nano_vllm": nano_vllm, "pow2": pow2}
+
+
+@dataclass(frozen=True)
+class BucketTable:
+    """The captured batch sizes in ascending order, and the lookup from a batch to its bucket."""
+
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert self.sizes and self.sizes[0] >= 1, f"a bucket table needs sizes of at least 1: {self.sizes}"
+        assert all(a < b for a, b in pairwise(self.sizes)), f"bucket sizes must ascend: {self.sizes}"
+
+    @classmethod
+    def build(cls, buckets: str | Sequence[int], max_num_seqs: int, max_bucket: int) -> "BucketTable":
+        """The table of a policy (up to `max_num_seqs` and `max_bucket`), or of an explicit list, used exactly as given.
+
+        Raises ValueError for a size above `max_num_seqs`: no batch could ever fill it.
+        """
+        if isinstance(buckets, str):
+            return cls(tuple(BUCKET_POLICIES[buckets](min(max_num_seqs, max_bucket))))
+        for size in buckets:
+            if size > max_num_seqs:
+                raise ValueError(f"graph.buckets: {size} is above scheduler.max_num_seqs={max_num_seqs}")
+        return cls(tuple(sorted(buckets)))
+
+    @property
+    def largest(self) -> int:
+        """The largest captured batch size."""
+        return self.sizes[-1]
+
+    def find(self, batch_size: int) -> int | None:
+        """The smallest bucket that holds `batch_size` requests; None above the largest."""
+        index = bisect_left(self.sizes, batch_size)
+        return self.sizes[index] if index < len(self.sizes) else None
+
+    def uncovered(self, max_num_seqs: int) -> str | None:
+        """A sentence that names the batch sizes without a bucket; None when every batch has one."""
+        if self.largest >= max_num_seqs:
+            return None
+        first = self.largest + 1
+        span = f"{first}" if first == max_num_seqs else f"{first} to {max_num_seqs}"
+        return (f"batches of {span} requests run eager: the largest bucket is {self.largest}, "
+                f"scheduler.max_num_seqs is {max_num_seqs}")

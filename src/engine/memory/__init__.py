@@ -1,0 +1,1 @@
+"""When the KV cache is sized, and what every part of device memory costs."""

@@ -1,0 +1,40 @@
+"""A KV memory policy decides one thing: the order of the start-up verbs.
+
+The order is the experiment. Sizing the cache before the graphs exist guesses what they will take; sizing it after has to
+know their addresses first. Policies hold no tensors, so a fake device can test them; `engine.startup` has the real verbs.
+"""
+
+from typing import Protocol
+
+
+class Startup(Protocol):
+    """The verbs that a policy orders. All sizes are bytes on the device."""
+
+    def load(self) -> None:
+        """Put the weights on the device."""
+
+    def profile_forward(self) -> int:
+        """Run the largest prefill and the largest sampling batch; returns their peak above what stays allocated."""
+
+    def rehearse_capture(self) -> int:
+        """Capture some graphs against a stand-in cache and drop them; returns what all of them are expected to take."""
+
+    def available_bytes(self) -> int:
+        """What the limit leaves now: limit - in use - the profiled peak. Negative when it is overdrawn."""
+
+    def stated_bytes(self) -> int:
+        """The size that kv.bytes, kv.tokens or kv.num_blocks states."""
+
+    def allocate(self, num_bytes: int) -> None:
+        """Allocate as many whole KV blocks as `num_bytes` holds; ValueError with the sum when that is none."""
+
+    def capture(self) -> None:
+        """Capture a graph for every bucket."""
+
+
+class KVMemoryPolicy(Protocol):
+    """One order of the verbs."""
+
+    name: str
+
+    def run(self, startup: Startup) -> None: ...

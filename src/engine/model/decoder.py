@@ -1,0 +1,179 @@
+"""One decoder for Llama, Qwen2 and Qwen3: they differ only by the flags of `Architecture`. Inference only.
+
+Matrices that read the same input are one matrix (query, key and value; gate and up), so that each is one product; which
+checkpoint tensors lie where in it is told by `Decoder.checkpoint_tensors`, the one thing that loading needs to know.
+Whatever depends on the positions is looked up once a step and not once a layer.
+
+Shape letters: T tokens (rows of the batch), R rows whose logits are wanted, E hidden size, H query heads, K KV heads,
+D head dimension, V vocabulary. Nothing here waits for the device, so a decode step can be recorded as a CUDA graph.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from engine.batch import Batch, PrefillBatch
+from engine.config import Architecture
+from engine.kernels.attention import AttentionBackend, LayerCache
+from engine.model.rope import rope_table, rotate
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What every layer of one step reads."""
+
+    batch: Batch
+    slot_mapping_T: torch.Tensor
+    cosine_T1D: torch.Tensor
+    sine_T1D: torch.Tensor
+
+
+class Linear:
+    """x W^T + b, where W stacks the checkpoint matrices `parts` (name -> output features)."""
+
+    def __init__(self, in_features: int, parts: dict[str, int], has_bias: bool, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        self.parts = parts
+        self.weight = torch.empty(sum(parts.values()), in_features, dtype=dtype, device=device)
+        self.bias = torch.empty(sum(parts.values()), dtype=dtype, device=device) if has_bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        sizes = list(self.parts.values())
+        for kind, values in (("weight", self.weight), ("bias", self.bias)):
+            if values is not None:
+                yield from ((f"{prefix}{name}.{kind}", part)
+                            for name, part in zip(self.parts, values.split(sizes), strict=True))
+
+
+class RMSNorm:
+    """x / rms(x) * weight over the last dimension; the mean is accumulated in float32."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = torch.empty(size, dtype=dtype, device=device)
+        self.eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention:
+    """Projections, QK-norm and rotation around the attention backend."""
+
+    def __init__(self, arch: Architecture, backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> None:
+        self.backend = backend
+        self.head_dim = arch.head_dim
+        self.num_heads, self.num_kv_heads = arch.num_attention_heads, arch.num_key_value_heads
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv = Linear(arch.hidden_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, arch.qkv_bias,
+                          dtype, device)
+        self.out = Linear(q_size, {"o_proj": arch.hidden_size}, arch.o_bias, dtype, device)
+        self.q_norm = RMSNorm(self.head_dim, arch.rms_norm_eps, dtype, device) if arch.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, arch.rms_norm_eps, dtype, device) if arch.qk_norm else None
+
+    def __call__(self, x_TE: torch.Tensor, step: StepInputs, cache: LayerCache) -> torch.Tensor:
+        num_heads, num_kv_heads, rope = self.num_heads, self.num_kv_heads, (step.cosine_T1D, step.sine_T1D)
+        heads = self.qkv(x_TE).view(-1, num_heads + 2 * num_kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD, k_TKD, v_TKD = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+            q_THD, k_TKD = rotate(self.q_norm(q_THD), *rope), rotate(self.k_norm(k_TKD), *rope)
+        else:
+            # Queries and keys lie side by side: without a norm of their own they turn together.
+            qk, v_TKD = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+            q_THD, k_TKD = rotate(qk, *rope).split((num_heads, num_kv_heads), dim=1)
+        self.backend.store(k_TKD, v_TKD, cache, step.slot_mapping_T)
+        if isinstance(step.batch, PrefillBatch):
+            attended_THD = self.backend.prefill(q_THD, k_TKD, v_TKD, cache, step.batch)
+        else:
+            attended_THD = self.backend.decode(q_THD, cache, step.batch)
+        return self.out(attended_THD.reshape(x_TE.shape[0], -1))
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.qkv.checkpoint_tensors(prefix)
+        yield from self.out.checkpoint_tensors(prefix)
+        if self.q_norm is not None and self.k_norm is not None:
+            yield f"{prefix}q_norm.weight", self.q_norm.weight
+            yield f"{prefix}k_norm.weight", self.k_norm.weight
+
+
+class Layer:
+    """Attention, then the gated MLP, each normalised before and added to the residual after."""
+
+    def __init__(self, arch: Architecture, backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> None:
+        self.attention_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype, device)
+        self.attention = Attention(arch, backend, dtype, device)
+        self.mlp_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype, device)
+        size = arch.intermediate_size
+        self.gate_up = Linear(arch.hidden_size, {"gate_proj": size, "up_proj": size}, arch.mlp_bias, dtype, device)
+        self.down = Linear(size, {"down_proj": arch.hidden_size}, arch.mlp_bias, dtype, device)
+
+    def __call__(self, hidden_TE: torch.Tensor, step: StepInputs, cache: LayerCache) -> None:
+        """Add this layer's contribution to `hidden_TE` in place."""
+        hidden_TE += self.attention(self.attention_norm(hidden_TE), step, cache)
+        gate, up = self.gate_up(self.mlp_norm(hidden_TE)).chunk(2, dim=-1)
+        hidden_TE += self.down(F.silu(gate).mul_(up))
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        yield f"{prefix}input_layernorm.weight", self.attention_norm.weight
+        yield from self.attention.checkpoint_tensors(f"{prefix}self_attn.")
+        yield f"{prefix}post_attention_layernorm.weight", self.mlp_norm.weight
+        yield from self.gate_up.checkpoint_tensors(f"{prefix}mlp.")
+        yield from self.down.checkpoint_tensors(f"{prefix}mlp.")
+
+
+class Decoder:
+    """The model: token ids to hidden states, and hidden states to logits. Weights are uninitialised until loaded.
+
+    `max_positions` bounds the positions that a batch may hold (`model.max_model_len`).
+    """
+
+    def __init__(self, architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype,
+                 device: torch.device, max_positions: int) -> None:
+        self.architecture = architecture
+        shape = (architecture.vocab_size, architecture.hidden_size)
+        self.embedding = torch.empty(shape, dtype=dtype, device=device)
+        self.layers = [Layer(architecture, attention, dtype, device) for _ in range(architecture.num_hidden_layers)]
+        self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, dtype, device)
+        self.head = self.embedding if architecture.tie_word_embeddings else torch.empty_like(self.embedding)
+        self.rope_table = rope_table(architecture, max_positions, device)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
+        """Hidden states after the final norm, [T, hidden]; keys and values go to `caches`, one a layer."""
+        if isinstance(batch, PrefillBatch):
+            input_ids_T, positions_T, slot_mapping_T = batch.input_ids_T, batch.positions_T, batch.slot_mapping_T
+        else:
+            input_ids_T, positions_T, slot_mapping_T = batch.input_ids_R, batch.positions_R, batch.slot_mapping_R
+        step = StepInputs(batch, slot_mapping_T, *self.rope_table.index_select(0, positions_T).split(1, dim=1))
+        hidden_TE = F.embedding(input_ids_T, self.embedding)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            layer(hidden_TE, step, cache)
+        return self.norm(hidden_TE)
+
+    @torch.inference_mode()
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        """Next-token logits [R, V] of hidden states that `forward` returned."""
+        return F.linear(hidden_RE, self.head)
+
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of a checkpoint by its Hugging Face name, as a view of where it lies here; tied ones once."""
+        tensors = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
+        for index, layer in enumerate(self.layers):
+            tensors.update(layer.checkpoint_tensors(f"model.layers.{index}."))
+        if self.head is not self.embedding:
+            tensors["lm_head.weight"] = self.head
+        return tensors
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights held, tied ones once."""
+        return sum(tensor.numel() for tensor in self.checkpoint_tensors().values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the weights and of the rotary table."""
+        return self.rope_table.nbytes + sum(tensor.nbytes for tensor in self.checkpoint_tensors().values())

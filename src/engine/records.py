@@ -1,0 +1,109 @@
+"""Plain facts that the engine emits about itself: one record for start-up, for each bucket, step and request.
+
+The engine does not know who reads them. Times ending in `_s` inside a step or request are host monotonic seconds
+(time.perf_counter); durations say so. Rates, percentiles and means are computed from these elsewhere.
+"""
+
+from dataclasses import dataclass, field
+
+GRAPH, EAGER = "graph", "eager"  # StepRecord.path
+
+
+@dataclass(frozen=True)
+class BucketRecord:
+    """What capturing one batch size cost. Bytes are None where the device does not report them (emulated replay)."""
+
+    batch_size: int
+    warmup_s: float
+    capture_s: float
+    pool_bytes: int | None  # growth of the graph pool inside torch's allocator
+    outside_bytes: int | None  # growth of the process on the device outside torch's allocator
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """Bytes of one part of device memory: planned by the KV memory policy (None: not planned) and measured."""
+
+    part: str
+    planned_bytes: int | None
+    measured_bytes: int
+
+
+@dataclass(frozen=True)
+class StartupRecord:
+    """What start-up decided and what it cost."""
+
+    device: str
+    device_name: str
+    dtype: str
+    attention: str
+    load_format: str
+    kv_policy: str
+    replay: str  # cuda_graph | emulated | none
+    choices: dict[str, str]  # setting -> what `auto` became, and why
+    num_parameters: int
+    block_size: int
+    num_kv_blocks: int
+    kv_bytes: int
+    kv_bytes_per_token: int
+    device_total_bytes: int
+    buckets: tuple[BucketRecord, ...]
+    ledger: tuple[LedgerEntry, ...]
+    seconds: dict[str, float]  # start-up verb -> duration
+    kv_estimate_error_bytes: int | None = None  # measured graph bytes minus those rehearsed; None without rehearsal
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One scheduler step. `start_s` is when it was scheduled, `end_s` when its tokens were read."""
+
+    step: int
+    start_s: float
+    end_s: float
+    phase: str  # prefill | decode
+    path: str  # graph | eager
+    reason: str  # why this path: prefill, captured, enforce_eager, above_largest_bucket
+    num_requests: int  # live rows
+    num_tokens: int  # tokens computed: prompt tokens of a prefill, live rows of a decode
+    bucket: int | None  # captured batch size that was replayed
+    num_padded_rows: int
+    num_waiting: int
+    num_running: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_preempted: int  # requests preempted while this step was scheduled
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """A finished request's timeline and counts. Token times are when the host could hand each token out."""
+
+    request_id: int
+    arrival_s: float
+    first_scheduled_s: float | None
+    token_times_s: tuple[float, ...]
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    num_recomputed_tokens: int
+    finish_reason: str
+    error: str | None = None
+
+
+@dataclass
+class EngineRecords:
+    """Everything an engine has recorded since it started or was last cleared."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    requests: list[RequestRecord] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # each fallback, said once
+
+    def clear(self) -> None:
+        """Forget steps and requests, for instance those of a warm-up."""
+        self.steps.clear()
+        self.requests.clear()

@@ -1,0 +1,160 @@
+"""From a plan to tokens: builds the batches, runs the model eagerly or by graph, samples, and leaves the tokens on the device.
+
+`launch` returns as soon as the work is queued. The tokens it will produce are written to the requests' rows on the device,
+so the next step can be launched before the host has read them; `LaunchedStep.token_ids` waits and reads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.batch import PrefillBatch
+from engine.decode_state import RequestRows
+from engine.graph.buckets import BucketTable
+from engine.graph.graphs import DecodeGraphs
+from engine.graph.static_batch import StaticBatch
+from engine.kernels.attention import LayerCache
+from engine.model.decoder import Decoder
+from engine.records import EAGER, GRAPH
+from engine.sampler import Sampler
+from engine.scheduler.plan import ScheduledDecode, ScheduledPrefill, StepPlan
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which way a decode batch went, and why. `bucket` is the captured batch size that was replayed."""
+
+    path: str
+    reason: str
+    bucket: int | None = None
+
+
+PREFILL_ROUTE = Route(EAGER, "prefill")
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step whose work is queued on the device."""
+
+    plan: StepPlan
+    route: Route
+    _tokens_R: torch.Tensor
+    _ready: torch.cuda.Event | None
+
+    def token_ids(self) -> list[int]:
+        """The step's tokens in plan order; waits until the device has produced them."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._tokens_R.tolist()
+
+
+@dataclass
+class ModelRunner:
+    """The model with everything a step needs. Shape letters: T tokens, R rows, H hidden size."""
+
+    decoder: Decoder
+    caches: Sequence[LayerCache]
+    rows: RequestRows
+    static: StaticBatch
+    sampler: Sampler
+    buckets: BucketTable | None  # None: eager mode
+    graphs: DecodeGraphs | None
+    device: torch.device
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Queue one step: forward of both batches, one sampling over all their requests, tokens into the rows."""
+        hidden, rows, positions, route = [], [], [], PREFILL_ROUTE
+        if plan.prefill:
+            hidden_RH, rows_R, positions_R = self._prefill(plan.prefill)
+            hidden.append(hidden_RH), rows.append(rows_R), positions.append(positions_R)
+        if plan.decode:
+            route = self.route(len(plan.decode))
+            hidden_RH, rows_R, positions_R = self._decode(plan.decode, route)
+            hidden.append(hidden_RH), rows.append(rows_R), positions.append(positions_R)
+        rows_R, positions_R = _join(rows), _join(positions)
+        logits_RV = self.decoder.logits(_join(hidden))
+        tokens_R = self.sampler(logits_RV, self.rows.sampling_batch(plan.requests, rows_R, positions_R))
+        self.rows.last_token[rows_R] = tokens_R
+        return self._read_later(plan, route, tokens_R)
+
+    def _read_later(self, plan: StepPlan, route: Route, tokens_R: torch.Tensor) -> LaunchedStep:
+        if self.device.type != "cuda":
+            return LaunchedStep(plan, route, tokens_R, None)
+        host_R = torch.empty(tokens_R.shape, dtype=tokens_R.dtype, pin_memory=True)
+        host_R.copy_(tokens_R, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return LaunchedStep(plan, route, host_R, ready)
+
+    def route(self, batch_size: int) -> Route:
+        """Which path a decode batch takes; never eager in silence: the reason is part of the step's record."""
+        if self.buckets is None or self.graphs is None:
+            return Route(EAGER, "enforce_eager")
+        bucket = self.buckets.find(batch_size)
+        if bucket is None:
+            return Route(EAGER, "above_largest_bucket")
+        return Route(GRAPH, "captured", bucket)
+
+    def _decode(self, items: Sequence[ScheduledDecode], route: Route) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states, rows and new tokens' positions of the live requests."""
+        live = len(items)
+        self.rows.update_tables([item.request for item in items])
+        rows_R = np.fromiter((item.request.row for item in items), np.int32, live)
+        positions_R = np.fromiter((item.position for item in items), np.int32, live)
+        self.static.write(rows_R, positions_R, route.bucket or live)
+        if route.bucket is None:
+            hidden_RH = self.decoder.forward(self.static.batch(live, int(positions_R.max()) + 1), self.caches)
+        else:
+            assert self.graphs is not None
+            hidden_RH = self.graphs.replay(route.bucket)[:live]
+        return hidden_RH, self.static.rows_R(live), self.static.context_lens_R(live)
+
+    def _prefill(self, items: Sequence[ScheduledPrefill]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states of each request's last token, their rows and the new tokens' positions."""
+        self.rows.admit([item.request for item in items])
+        batch, rows_R = build_prefill_batch(items, self.rows, self.device)
+        hidden_TH = self.decoder.forward(batch, self.caches)
+        ends = torch.tensor([item.num_tokens for item in items], dtype=torch.int32)
+        return hidden_TH[batch.last_token_indices_R], rows_R, _to_device(ends, self.device)
+
+
+def build_prefill_batch(items: Sequence[ScheduledPrefill], rows: RequestRows,
+                        device: torch.device) -> tuple[PrefillBatch, torch.Tensor]:
+    """The batch of `items` and their rows, sent to the device in one copy."""
+    row_ids = np.array([item.request.row for item in items], np.int32)
+    spans = [np.arange(item.num_cached_tokens, item.num_tokens, dtype=np.int32) for item in items]
+    lens_q = np.array([len(span) for span in spans], np.int32)
+    lens_k = np.array([item.num_tokens for item in items], np.int32)
+    cu_q, cu_k = _cumulative(lens_q), _cumulative(lens_k)
+    has_prefix = any(item.num_cached_tokens for item in items)
+    num_columns = max(len(item.request.block_table) for item in items) if has_prefix else 0
+    parts = [
+        np.concatenate([np.array(item.request.token_ids[item.num_cached_tokens:item.num_tokens], np.int32)
+                        for item in items]),
+        np.concatenate(spans),
+        np.concatenate([rows.slots(row, span) for row, span in zip(row_ids, spans, strict=True)]).astype(np.int32),
+        cu_q, cu_k, cu_q[1:] - 1, row_ids,
+        rows.tables(row_ids)[:, :num_columns].ravel(),
+    ]
+    packed = _to_device(torch.from_numpy(np.concatenate(parts)), device)
+    ids, positions, slots, cu_seqlens_q, cu_seqlens_k, last, rows_R, tables = packed.split([len(part) for part in parts])
+    batch = PrefillBatch(
+        input_ids_T=ids, positions_T=positions, slot_mapping_T=slots, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=int(lens_q.max()), max_seqlen_k=int(lens_k.max()), last_token_indices_R=last.long(),
+        block_tables_RB=tables.view(len(items), num_columns) if has_prefix else None)
+    return batch, rows_R
+
+
+def _cumulative(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def _to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

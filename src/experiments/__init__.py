@@ -1,0 +1,1 @@
+"""Running, measuring and comparing engines: configuration, child processes, metrics, tracking, tables and plots."""

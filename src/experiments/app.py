@@ -1,0 +1,130 @@
+"""One run from its configuration to its files, and the summary of a sweep. What the command line calls.
+
+Importing this is cheap, since `--help` and the child process pay for it; what takes time to import is imported when
+needed. Order of a run: what it ran on is written down, the child executes it while the tracker follows, then files,
+result, tracker and report. result.json comes last of the files: where it is, the others are complete.
+"""
+
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.config import Config
+from experiments.messages import INTERRUPTED, Failed, Finished, Outcome
+from experiments.naming import run_name
+from experiments.paths import anchored, repository_root
+from experiments.result import FAILED, FINISHED, RunResult, write_result
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from experiments.tracking import Tracker
+
+PLOTS_DIRECTORY = "plots"
+MIN_REPORT_WIDTH = 120  # columns where standard output is no terminal
+
+
+def run_one(config: Config, directory: Path, overrides: Sequence[str] = (), command: Sequence[str] = (),
+            sweep: str | None = None) -> RunResult:
+    """Execute one run, write its files into `directory`, track it and print its report.
+
+    A run that fails returns a failed result. Ctrl-C raises KeyboardInterrupt once the interrupted run is written down.
+    """
+    from experiments import run_files
+    from experiments.environment import code_version, environment
+
+    directory.mkdir(parents=True, exist_ok=True)
+    name = run_name(config, overrides)
+    ran_on = environment()
+    run_files.write_config(directory, config)
+    run_files.write_environment(directory, ran_on)
+    about = {"name": name, "sweep": sweep, "started_at": datetime.now(UTC).isoformat(), "command": list(command),
+             "overrides": list(overrides), "config": _plain(config), "code": code_version(repository_root())}
+    outcome, tracker = _execute_tracked(config, name, sweep)
+    if isinstance(outcome, Finished):
+        ran_on |= outcome.process
+        run_files.write_environment(directory, ran_on)
+    result = _result(outcome, environment=ran_on, tracker=tracker.facts(), **about)
+    _conclude(outcome, result, tracker, directory)
+    if result.reason == INTERRUPTED:
+        raise KeyboardInterrupt
+    return result
+
+
+def finish_sweep(directory: Path) -> None:
+    """Write summary.csv and summary.json of the sweep in `directory`, and print its table."""
+    from experiments import sweep
+
+    points, without_result = sweep.collect(directory)
+    sweep.write_summary(directory, points)
+    console = _console()
+    console.print(sweep.summary_table(directory, points))
+    for run in without_result:
+        console.print(f"without a result: {run}", soft_wrap=True)
+    console.print(f"summary:  {directory / 'summary.csv'}", soft_wrap=True)
+
+
+def _execute_tracked(config: Config, name: str, sweep: str | None) -> "tuple[Outcome, Tracker]":
+    """The run's outcome, and the tracker that followed it. Tracking that cannot be had fails the run."""
+    from experiments.progress import progress_display
+    from experiments.runner import execute
+    from experiments.tracking import NoTracker, TrackerError, make_tracker
+
+    tracker: Tracker = NoTracker()
+    try:
+        tracker = make_tracker(config, name, sweep, anchored(config.run.output_root))
+        with progress_display(name, is_interactive=not config.run.isolate) as show:
+            return execute(config, show, tracker.start), tracker
+    except TrackerError as error:
+        return Failed(str(error), is_users=True), tracker
+    except KeyboardInterrupt:
+        return Failed(INTERRUPTED), tracker
+
+
+def _result(outcome: Outcome, **about: Any) -> RunResult:
+    from dataclasses import asdict
+
+    from experiments.metrics import compute_metrics, steps_by_path
+
+    if isinstance(outcome, Failed):
+        return RunResult(status=FAILED, reason=outcome.reason, **about)
+    records, startup = outcome.records, outcome.startup
+    return RunResult(
+        status=FINISHED, startup={**asdict(startup), "total_s": startup.total_s},
+        metrics=compute_metrics(records.steps, records.requests, startup, outcome.memory),
+        steps_by_path=steps_by_path(records.steps), seconds=outcome.seconds, warmup=outcome.warmup,
+        warnings=list(records.warnings), **about)
+
+
+def _conclude(outcome: Outcome, result: RunResult, tracker: "Tracker", directory: Path) -> None:
+    """Write the files of the outcome, the result last; then log to the tracker and print the report."""
+    from experiments import report, run_files
+
+    finished, plots = None, []
+    if isinstance(outcome, Finished):
+        from experiments.plots import save_plots
+
+        finished = outcome
+        run_files.write_finished(directory, finished)
+        plots = save_plots(directory / PLOTS_DIRECTORY, finished.records, finished.startup)
+    else:
+        run_files.write_failure(directory, outcome)
+    write_result(directory, result)
+    tracker.finish(result, finished, plots)
+    report.print_run(_console(is_error=finished is None), result, finished, directory)
+
+
+def _console(is_error: bool = False) -> "Console":
+    """Standard output, or standard error for what went wrong; wide enough for a table where it is no terminal."""
+    from rich.console import Console
+
+    stream = sys.stderr if is_error else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else MIN_REPORT_WIDTH, highlight=False)
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(config)

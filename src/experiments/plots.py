@@ -1,0 +1,84 @@
+"""What a run looked like, as figures. Each function draws one figure from records; one helper saves them all."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from engine.records import EngineRecords, LedgerEntry, RequestRecord, StartupRecord, StepRecord
+from experiments.metrics import latency_samples
+from experiments.timeline import time_series
+
+MIB = 1 << 20
+DPI = 120
+
+
+def steps_over_time(steps: Sequence[StepRecord], startup: StartupRecord) -> Figure:
+    """Batch size and waiting requests, KV use, and the share of steps that replayed a graph, over the run's seconds."""
+    rows = time_series(steps, startup)
+    time_s = [row["time_s"] for row in rows]
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    batch, kv, path = figure.subplots(3, 1, sharex=True, height_ratios=(2, 2, 1))
+    batch.plot(time_s, [row["scheduler/batch_size"] for row in rows], label="batch size")
+    batch.plot(time_s, [row["scheduler/waiting"] for row in rows], label="waiting", color="tab:gray", linestyle="--")
+    batch.set_ylabel("requests")
+    batch.legend(loc="upper right")
+    kv.plot(time_s, [row["kv/used_blocks"] / startup.num_kv_blocks * 100 for row in rows], color="tab:green")
+    kv.set_ylabel(f"KV blocks used, %\nof {startup.num_kv_blocks:,}")
+    replayed = [row["graph/replayed_share"] * 100 for row in rows]
+    path.fill_between(time_s, replayed, step="mid", color="tab:purple", alpha=0.5)
+    path.set_ylabel("replayed, %")
+    path.set_ylim(0, 105)
+    path.set_xlabel("seconds since the requests arrived")
+    return figure
+
+
+def latency_histograms(requests: Sequence[RequestRecord]) -> Figure:
+    """TTFT and inter-token latency, as histograms with their median and 99th percentile."""
+    import numpy as np
+
+    samples = latency_samples(requests)
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for axes, name, title in zip(figure.subplots(1, 2), ("ttft_ms", "itl_ms"), ("TTFT", "ITL"), strict=True):
+        axes.set_xlabel(f"{title}, ms")
+        axes.set_ylabel("requests" if name == "ttft_ms" else "gaps between tokens")
+        if values := samples[name]:
+            axes.hist(values, bins=50)
+            for percentile, style in ((50, "-"), (99, ":")):
+                at = float(np.percentile(values, percentile))
+                axes.axvline(at, color="black", linestyle=style, label=f"p{percentile} {at:.2f} ms")
+            axes.legend()
+    return figure
+
+
+def memory_ledger(ledger: Sequence[LedgerEntry]) -> Figure:
+    """Planned beside measured MiB of each part of device memory; parts that were not planned have one bar."""
+    figure = Figure(figsize=(9, 1.2 + 0.5 * len(ledger)), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(ledger))
+    measured = [entry.measured_bytes / MIB for entry in ledger]
+    bars = axes.barh([place - 0.2 for place in places], measured, 0.4, label="measured")
+    axes.bar_label(bars, fmt="{:,.0f}", padding=3)
+    planned = [(place + 0.2, entry.planned_bytes / MIB) for place, entry in zip(places, ledger, strict=True)
+               if entry.planned_bytes is not None]
+    axes.barh([place for place, _ in planned], [size for _, size in planned], 0.4, label="planned", color="tab:gray")
+    axes.set_yticks(list(places), [entry.part for entry in ledger])
+    axes.set_xlabel("MiB")
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.legend()
+    return figure
+
+
+def save_plots(directory: Path, records: EngineRecords, startup: StartupRecord) -> list[Path]:
+    """Draw every figure of a run and save it as PNG in `directory`; returns the files."""
+    figures = {
+        "steps": steps_over_time(records.steps, startup),
+        "latency": latency_histograms(records.requests),
+        "memory": memory_ledger(startup.ledger),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / f"{name}.png" for name in figures]
+    for path, figure in zip(paths, figures.values(), strict=True):
+        figure.savefig(path, dpi=DPI)
+    return paths

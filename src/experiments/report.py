@@ -1,0 +1,161 @@
+"""What a person reads after a run: tables for the terminal. Nothing is computed here that the result does not hold."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from engine.records import StartupRecord
+from experiments.messages import Answer, Finished
+from experiments.metrics import LATENCIES, METRICS
+from experiments.result import RunResult
+from experiments.run_files import ERROR_FILE
+
+LABEL_CHARS, ANSWER_CHARS = 44, 70
+MAX_ANSWERS = 32
+LATENCY_COLUMNS = ("mean", "p50", "p90", "p99", "max")
+THROUGHPUT_ROWS = {
+    "output tokens a second": "throughput/output_throughput",
+    "prompt and output tokens a second": "throughput/total_token_throughput",
+    "requests a second": "throughput/request_throughput",
+    "duration": "throughput/duration_s",
+    "requests served": "throughput/num_requests",
+    "requests without a token": "throughput/num_failed_requests",
+    "output tokens": "throughput/num_output_tokens",
+    "prompt tokens": "throughput/num_prompt_tokens",
+    "of these from the prefix cache": "kv/num_prefix_hit_tokens",
+    "decode step, median": "scheduler/decode_step_ms_p50",
+    "decode batch size, mean": "scheduler/decode_batch_size_mean",
+    "decode steps replayed from a graph": "graph/graph_hit_rate",
+    "padding waste of replayed steps": "graph/padding_waste",
+    "preemptions": "scheduler/num_preemptions",
+}
+MEMORY_ROWS = {
+    "KV cache": "memory/kv_cache_bytes",
+    "KV blocks in use, peak": "kv/used_share_peak",
+    "torch's allocator, peak": "memory/peak_bytes",
+    "device in use": "memory/device_used_bytes",
+    "process, peak": "memory/peak_rss_bytes",
+}
+
+
+def format_value(value: float | None, unit: str) -> str:
+    """A number with its unit for a person: bytes in MiB or GiB, shares in percent; a dash for None."""
+    if value is None:
+        return "-"
+    if unit == "bytes":
+        return f"{value / 2**30:,.2f} GiB" if abs(value) >= 2**30 else f"{value / 2**20:,.1f} MiB"
+    if unit == "share":
+        return f"{value:.1%}"
+    number = f"{value:,}" if isinstance(value, int) else f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{number} {unit}" if unit in ("ms", "s", "tokens/s", "requests/s") else number
+
+
+def print_run(console: Console, result: RunResult, finished: Finished | None, directory: Path) -> None:
+    """Print what a run came to: answers, tables, warnings and where its files lie; or why it failed."""
+    if finished is not None:
+        for part in finished_parts(result, finished):
+            console.print(part)
+    for warning in result.warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    if not result.is_finished:
+        console.print(Text(f"{result.name} failed: {result.reason}", style="bold red"), soft_wrap=True)
+    for line in location_lines(result, directory):
+        console.print(Text(line), soft_wrap=True)
+
+
+def finished_parts(result: RunResult, finished: Finished) -> list[RenderableType]:
+    """The tables of a finished run, in the order in which they are read."""
+    parts: list[RenderableType] = []
+    if any(answer.text for answer in finished.answers):
+        parts.append(answers_table(finished.answers))
+    parts += [metrics_table("Throughput", result, THROUGHPUT_ROWS), latency_table(result),
+              memory_table(result, finished.startup), startup_table(finished.startup)]
+    return parts
+
+
+def answers_table(answers: Sequence[Answer]) -> Table:
+    """The first line of each answer beside its prompt."""
+    table = Table("", "prompt", "answer", "ended", title=f"Answers ({len(answers)})", title_justify="left")
+    for number, answer in enumerate(answers[:MAX_ANSWERS]):
+        said = Text(answer.error, style="red") if answer.error else Text(first_line(answer.text, ANSWER_CHARS))
+        table.add_row(str(number), Text(first_line(answer.label, LABEL_CHARS)), said, answer.finish_reason)
+    return table
+
+
+def first_line(text: str, max_chars: int) -> str:
+    """The first line that is not blank, cut with an ellipsis where the text goes on."""
+    lines = text.strip().splitlines() or [""]
+    line = lines[0].strip()
+    is_whole = len(lines) == 1 and len(line) <= max_chars
+    return line if is_whole else line[:max_chars - 1].rstrip() + "…"
+
+
+def metrics_table(title: str, result: RunResult, rows: dict[str, str]) -> Table:
+    """Those of `rows` (text -> metric) that the run has."""
+    table = _table(title)
+    _add_metrics(table, result, rows)
+    return table
+
+
+def latency_table(result: RunResult) -> Table:
+    """Statistics of each latency in milliseconds; latencies without a value are left out."""
+    table = Table("Latency, ms", *LATENCY_COLUMNS)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in LATENCIES:
+        values = [result.metrics.get(f"latency/{name}_{column}") for column in LATENCY_COLUMNS]
+        if any(value is not None for value in values):
+            table.add_row(name.removesuffix("_ms").upper(), *(format_value(value, "") for value in values))
+    return table
+
+
+def memory_table(result: RunResult, startup: StartupRecord) -> Table:
+    """The ledger, planned beside measured, and what was in use at most."""
+    table = Table("Memory", "planned", "measured")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for entry in startup.ledger:
+        sizes = (format_value(size, "bytes") for size in (entry.planned_bytes, entry.measured_bytes))
+        table.add_row(entry.part, *sizes)
+    table.add_section()
+    _add_metrics(table, result, MEMORY_ROWS, "")
+    table.add_row("KV blocks", "", f"{startup.num_kv_blocks:,} of {startup.block_size:,} tokens")
+    return table
+
+
+def startup_table(startup: StartupRecord) -> Table:
+    """Seconds of each part of start-up, and what every `auto` became."""
+    table = _table("Start-up")
+    for verb, seconds in startup.seconds.items():
+        table.add_row(verb.replace("_", " "), format_value(seconds, "s"))
+    if startup.buckets:
+        table.add_row("buckets", f"{len(startup.buckets)}, replay {startup.replay}")
+    table.add_section()
+    table.add_row("device", Text(f"{startup.device_name}, {startup.dtype}"))
+    for setting, choice in startup.choices.items():
+        table.add_row(setting, Text(choice))
+    return table
+
+
+def location_lines(result: RunResult, directory: Path) -> Iterable[str]:
+    """Where the run's files lie."""
+    yield f"files:  {directory}"
+    if (directory / ERROR_FILE).is_file():
+        yield f"error:  {directory / ERROR_FILE}"
+    if result.tracker:
+        yield f"wandb:  {result.tracker['location']} ({result.tracker['mode']}: {result.tracker['why']})"
+
+
+def _table(title: str) -> Table:
+    table = Table(title, "")
+    table.columns[1].justify = "right"
+    return table
+
+
+def _add_metrics(table: Table, result: RunResult, rows: dict[str, str], *between: str) -> None:
+    for text, name in rows.items():
+        if name in result.metrics:
+            table.add_row(text, *between, format_value(result.metrics[name], METRICS[name].unit))

@@ -1,0 +1,92 @@
+"""The files of a run's directory, apart from result.json: what every reported number can be recomputed from.
+
+    config.yaml        the resolved configuration; can be run again
+    environment.json   what it ran on
+    startup.json       ledger, buckets, what `auto` became
+    steps.parquet      one row a step          requests.jsonl   one line a request, with the time of each token
+    outputs.jsonl      the answers             error.txt        the traceback of a failed run
+    plots/*.png
+
+Times count from the moment at which the requests arrived.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from engine.records import RequestRecord, StepRecord
+from experiments.config import Config
+from experiments.messages import Answer, Failed, Finished
+from experiments.result import write_json
+
+CONFIG_FILE, ERROR_FILE = "config.yaml", "error.txt"
+STEPS_FILE, REQUESTS_FILE, OUTPUTS_FILE = "steps.parquet", "requests.jsonl", "outputs.jsonl"
+
+
+def write_config(directory: Path, config: Config) -> None:
+    """Write the resolved configuration as a file that Hydra composes again against the schema."""
+    from omegaconf import OmegaConf
+
+    text = OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+    head = ("# Run again from the repository, DIRECTORY being the one of this file:\n"
+            "#   python run.py --config-path=DIRECTORY --config-name=config\n")
+    (directory / CONFIG_FILE).write_text(f"{head}defaults:\n- schema\n- _self_\n{text}", encoding="utf-8")
+
+
+def write_environment(directory: Path, environment: Mapping[str, Any]) -> None:
+    write_json(directory / "environment.json", environment)
+
+
+def write_finished(directory: Path, finished: Finished) -> None:
+    """Write all that a finished run recorded, except its plots."""
+    write_json(directory / "startup.json", {**asdict(finished.startup), "total_s": finished.startup.total_s})
+    write_steps(directory, finished.records.steps)
+    _write_lines(directory / REQUESTS_FILE, map(vars, finished.records.requests))
+    _write_lines(directory / OUTPUTS_FILE, map(_output_line, finished.answers))
+
+
+def write_failure(directory: Path, failed: Failed) -> Path | None:
+    """Write the traceback of a failed run, if there is one; returns the file."""
+    if failed.traceback is None:
+        return None
+    path = directory / ERROR_FILE
+    path.write_text(failed.traceback, encoding="utf-8")
+    return path
+
+
+def write_steps(directory: Path, steps: Sequence[StepRecord]) -> None:
+    """Write one row a step; a run without a step has the columns all the same."""
+    import pandas
+
+    columns = [column.name for column in fields(StepRecord)]
+    table = pandas.DataFrame([vars(step) for step in steps], columns=columns)
+    table["bucket"] = table["bucket"].astype("Int64")  # may be null, and is whole
+    table.to_parquet(directory / STEPS_FILE, index=False)
+
+
+def read_steps(directory: Path) -> list[StepRecord]:
+    """The steps of a run's directory, as they were recorded."""
+    import pandas
+
+    rows = pandas.read_parquet(directory / STEPS_FILE).astype(object).to_dict("records")
+    return [StepRecord(**{**row, "bucket": None if pandas.isna(row["bucket"]) else row["bucket"]}) for row in rows]
+
+
+def read_requests(directory: Path) -> list[RequestRecord]:
+    """The requests of a run's directory, as they were recorded."""
+    lines = (directory / REQUESTS_FILE).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [RequestRecord(**{**row, "token_times_s": tuple(row["token_times_s"])}) for row in rows]
+
+
+def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _output_line(answer: Answer) -> dict[str, Any]:
+    return {"prompt": answer.label, "text": answer.text, "finish_reason": answer.finish_reason, "error": answer.error,
+            "token_ids": answer.token_ids}

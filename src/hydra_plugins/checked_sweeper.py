@@ -1,0 +1,28 @@
+"""Hydra's basic sweeper, with every point checked against the schema before the first one runs.
+
+Hydra finds sweepers only in the namespace package `hydra_plugins`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+
+class CheckedSweeper(BasicSweeper):
+    """A typing error in the last point is reported before the first has spent an hour."""
+
+    def sweep(self, arguments: list[str]) -> Any:
+        from experiments.cli import to_config  # here, because Hydra imports plugins while the schema is being registered
+
+        assert self.hydra_context is not None and self.config is not None
+        loader = self.hydra_context.config_loader
+        overrides = OverridesParser.create(loader).parse_overrides([*self._parse_config(), *arguments])
+        for (*points,) in self.split_arguments(overrides, None):
+            for point in points:
+                to_config(loader.load_sweep_config(self.config, point))
+        return super().sweep(arguments)
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Nothing is left to check."""
