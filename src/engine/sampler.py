@@ -1,8 +1,8 @@
 """From logits to token ids without a look from the host: temperature, top-k, top-p, min-p, then one argmax.
 
-Sampling is an argmax over noisy logits, so it needs no cumulative sum, no random stream and no host synchronisation. The
-filters come in Hugging Face's order and meaning. Each of them keeps the tokens above some logit, so all three are one
-threshold a row; tokens that tie with the last one kept are kept too (Hugging Face drops some of them in top-p).
+Sampling is an argmax over noisy logits, so it needs no cumulative sum, no random stream and no host synchronisation.
+The filters come in Hugging Face's order and meaning. Each of them keeps the tokens above some logit, so all three are
+one threshold a row; tokens that tie with the last one kept are kept too (Hugging Face drops some of them in top-p).
 
 Shape letters: R requests (rows), V vocabulary.
 """
@@ -16,7 +16,7 @@ import torch
 from engine.config import SAMPLERS, check_choice
 from engine.kernels import noise as reference_noise
 
-FILTER_ROWS = 64  # a sort of [R, V] needs several times the logits' memory; this bounds it
+FILTER_ROWS = 32  # a sort of [R, V] needs several times the memory of the logits; this bounds it
 
 
 @dataclass(frozen=True)

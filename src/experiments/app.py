@@ -61,9 +61,9 @@ def finish_sweep(directory: Path) -> None:
     sweep.write_summary(directory, points)
     console = _console()
     console.print(sweep.summary_table(directory, points))
-    for run in without_result:
-        console.print(f"without a result: {run}", soft_wrap=True)
-    console.print(f"summary:  {directory / 'summary.csv'}", soft_wrap=True)
+    for line in (*sweep.failures(points), *(f"without a result: {run}" for run in without_result)):
+        console.print(line, style="red", markup=False, soft_wrap=True)
+    console.print(f"summary:  {directory / 'summary.csv'}", markup=False, soft_wrap=True)
 
 
 def _execute_tracked(config: Config, name: str, sweep: str | None) -> "tuple[Outcome, Tracker]":

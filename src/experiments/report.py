@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -78,7 +79,7 @@ def finished_parts(result: RunResult, finished: Finished) -> list[RenderableType
 
 def answers_table(answers: Sequence[Answer]) -> Table:
     """The first line of each answer beside its prompt."""
-    table = Table("", "prompt", "answer", "ended", title=f"Answers ({len(answers)})", title_justify="left")
+    table = Table("", "prompt", "answer", "ended", box=SIMPLE)
     for number, answer in enumerate(answers[:MAX_ANSWERS]):
         said = Text(answer.error, style="red") if answer.error else Text(first_line(answer.text, ANSWER_CHARS))
         table.add_row(str(number), Text(first_line(answer.label, LABEL_CHARS)), said, answer.finish_reason)
@@ -102,7 +103,7 @@ def metrics_table(title: str, result: RunResult, rows: dict[str, str]) -> Table:
 
 def latency_table(result: RunResult) -> Table:
     """Statistics of each latency in milliseconds; latencies without a value are left out."""
-    table = Table("Latency, ms", *LATENCY_COLUMNS)
+    table = Table("Latency, ms", *LATENCY_COLUMNS, box=SIMPLE)
     for column in table.columns[1:]:
         column.justify = "right"
     for name in LATENCIES:
@@ -114,12 +115,12 @@ def latency_table(result: RunResult) -> Table:
 
 def memory_table(result: RunResult, startup: StartupRecord) -> Table:
     """The ledger, planned beside measured, and what was in use at most."""
-    table = Table("Memory", "planned", "measured")
+    table = Table("Memory", "planned", "measured", box=SIMPLE)
     for column in table.columns[1:]:
         column.justify = "right"
     for entry in startup.ledger:
         sizes = (format_value(size, "bytes") for size in (entry.planned_bytes, entry.measured_bytes))
-        table.add_row(entry.part, *sizes)
+        table.add_row(entry.part.replace("_", " "), *sizes)
     table.add_section()
     _add_metrics(table, result, MEMORY_ROWS, "")
     table.add_row("KV blocks", "", f"{startup.num_kv_blocks:,} of {startup.block_size:,} tokens")
@@ -134,7 +135,7 @@ def startup_table(startup: StartupRecord) -> Table:
     if startup.buckets:
         table.add_row("buckets", f"{len(startup.buckets)}, replay {startup.replay}")
     table.add_section()
-    table.add_row("device", Text(f"{startup.device_name}, {startup.dtype}"))
+    table.add_row("hardware", Text(f"{startup.device_name}, {startup.dtype}"))
     for setting, choice in startup.choices.items():
         table.add_row(setting, Text(choice))
     return table
@@ -150,7 +151,7 @@ def location_lines(result: RunResult, directory: Path) -> Iterable[str]:
 
 
 def _table(title: str) -> Table:
-    table = Table(title, "")
+    table = Table(title, "", box=SIMPLE)
     table.columns[1].justify = "right"
     return table
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
@@ -21,17 +22,18 @@ from experiments.run_files import CONFIG_FILE
 SUMMARY_SCHEMA_VERSION = 1
 MAIN_METRICS = {
     "tokens/s": "throughput/output_throughput",
-    "TTFT p50": "latency/ttft_ms_p50",
-    "ITL p50": "latency/itl_ms_p50",
-    "ITL p99": "latency/itl_ms_p99",
-    "decode step": "scheduler/decode_step_ms_p50",
+    "TTFT p50 ms": "latency/ttft_ms_p50",
+    "ITL p50 ms": "latency/itl_ms_p50",
+    "ITL p99 ms": "latency/itl_ms_p99",
+    "decode step ms": "scheduler/decode_step_ms_p50",
     "replayed": "graph/graph_hit_rate",
     "padding": "graph/padding_waste",
     "KV cache": "memory/kv_cache_bytes",
     "peak": "memory/peak_bytes",
     "peak RSS": "memory/peak_rss_bytes",
-    "start-up": "startup/total_s",
+    "start-up s": "startup/total_s",
 }
+UNITS_IN_CELLS = ("bytes", "share")  # the unit of a size varies with the size; that of the others stands in the heading
 
 
 @dataclass(frozen=True)
@@ -84,17 +86,29 @@ def _row(sweep: Path, point: Point, differs: Mapping[str, str]) -> dict[str, Any
 
 
 def summary_table(sweep: Path, points: Sequence[Point]) -> Table:
-    """One row a point: what differs, and the main metrics that any point has; the reason of one that failed."""
+    """One row a point: what differs, whether it finished, and the main metrics that any point has."""
     results = [point.result for point in points]
     differing = differing_overrides(results)
     shown = {title: name for title, name in MAIN_METRICS.items() if any(name in result.metrics for result in results)}
     num_failed = sum(not result.is_finished for result in results)
-    title = f"{sweep.name}: {len(points)} runs, {num_failed} failed"
-    table = Table(*(differing[0] if differing else ()), "status", title=title, title_justify="left")
+    table = Table(title=f"{sweep.name}: {len(points)} runs, {num_failed} failed", title_justify="left", box=SIMPLE)
+    for key in differing[0] if differing else ():
+        table.add_column(key.rpartition(".")[2], overflow="fold")
+    table.add_column("status")
     for title in shown:
         table.add_column(title, justify="right")
     for result, differs in zip(results, differing, strict=True):
-        status = Text(result.status) if result.is_finished else Text(f"failed: {result.reason}", style="red")
-        values = (format_value(result.metrics.get(name), METRICS[name].unit) for name in shown.values())
-        table.add_row(*map(Text, differs.values()), status, *values)
+        status = Text(result.status, style="" if result.is_finished else "red")
+        table.add_row(*map(Text, differs.values()), status, *(_cell(result, name) for name in shown.values()))
     return table
+
+
+def _cell(result: RunResult, name: str) -> str:
+    unit = METRICS[name].unit
+    return format_value(result.metrics.get(name), unit if unit in UNITS_IN_CELLS else "")
+
+
+def failures(points: Sequence[Point]) -> list[str]:
+    """A line for each point that failed: its name, the reason, and where it lies."""
+    return [f"{point.result.name} failed: {point.result.reason} ({point.directory})"
+            for point in points if not point.result.is_finished]

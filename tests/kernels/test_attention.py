@@ -1,78 +1,26 @@
 """Every attention backend that runs here against the textbook formula in float64, over poisoned memory.
 
-The cache is block-major as in the engine, [N, layers, 2, S, K, D]; every slot that no request wrote is NaN, the tables'
-unused entries point out of the cache, and so do the tables of padding rows.
+The inputs of `attention_cases` poison what no request wrote; here what `torch.empty` gives is poisoned as well.
 """
-
-from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import DecodeBatch, PrefillBatch
 from engine.kernels import paged_decode, reference
-from engine.kernels.attention import LayerCache, choose_attention, default_block_size
+from engine.kernels.attention import choose_attention, default_block_size
 from engine.kernels.reference import ReferenceAttention
 from engine.kernels.triton_attention import TritonAttention
+from kernels.attention_cases import Pages, decode_batch, fill_pages, prefill_case, textbook
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = {"reference": ReferenceAttention, "triton": TritonAttention}
-GARBAGE = 2**30  # a block that no cache has
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 
 
-@dataclass
-class Pages:
-    """A poisoned cache and the requests' contexts in it: `keys[r]` is [context, K, D] in float64."""
-
-    cache: LayerCache
-    tables_RB: torch.Tensor
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    whole: torch.Tensor
-
-
-def fill_pages(context_lens, num_kv_heads, head_dim, block_size, dtype=torch.float32, num_columns=None) -> Pages:
-    num_blocks = [-(-n // block_size) for n in context_lens]
-    num_columns = num_columns or max(num_blocks) + 1
-    whole = torch.full((sum(num_blocks) + 1, 3, 2, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype)
-    order = torch.randperm(len(whole)).tolist()
-    tables_RB = torch.full((len(context_lens), num_columns), GARBAGE, dtype=torch.int32)
-    contexts = {0: [], 1: []}
-    for r, context_len in enumerate(context_lens):
-        blocks = [order.pop() for _ in range(num_blocks[r])]
-        tables_RB[r, :len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        for side, kept in contexts.items():
-            tokens = torch.randn(context_len, num_kv_heads, head_dim).to(dtype)
-            for i, block in enumerate(blocks):
-                part = tokens[i * block_size:(i + 1) * block_size]
-                whole[block, 1, side, :len(part)] = part
-            kept.append(tokens.double())
-    whole = whole.to(DEVICE)
-    return Pages(LayerCache(whole[:, 1, 0], whole[:, 1, 1]), tables_RB.to(DEVICE), contexts[0], contexts[1], whole)
-
-
-def textbook(q_THD: torch.Tensor, k_CKD: torch.Tensor, v_CKD: torch.Tensor) -> torch.Tensor:
-    """softmax(q k / sqrt(D)) v, head by head and query by query; the last query sees every key."""
-    q_THD, out = q_THD.double().cpu(), torch.zeros(q_THD.shape, dtype=torch.float64)
-    group = q_THD.shape[1] // k_CKD.shape[1]
-    for t in range(len(q_THD)):
-        seen = len(k_CKD) - len(q_THD) + t + 1
-        for h in range(q_THD.shape[1]):
-            weights = torch.softmax(k_CKD[:seen, h // group] @ q_THD[t, h] / q_THD.shape[2] ** 0.5, 0)
-            out[t, h] = weights @ v_CKD[:seen, h // group]
-    return out
-
-
-def decode_batch(pages: Pages, context_lens, max_context_len=None) -> DecodeBatch:
-    lens_R = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
-    return DecodeBatch(lens_R, lens_R - 1, lens_R, pages.tables_RB, lens_R, max_context_len or max(context_lens))
-
-
 def check_decode(backend, context_lens, num_heads, num_kv_heads, head_dim, block_size, dtype, max_context_len=None):
-    pages = fill_pages(context_lens, num_kv_heads, head_dim, block_size, dtype,
+    pages = fill_pages(context_lens, num_kv_heads, head_dim, block_size, dtype, DEVICE,
                        max_context_len and -(-max_context_len // block_size))
     q_RHD = torch.randn(len(context_lens), num_heads, head_dim).to(dtype).to(DEVICE)
     out_RHD = backend.decode(q_RHD, pages.cache, decode_batch(pages, context_lens, max_context_len))
@@ -101,8 +49,9 @@ def _poisoned(make):
 
 @pytest.mark.parametrize("name", BACKENDS)
 @settings(max_examples=12, deadline=None)
-@given(st.lists(st.integers(0, 70), min_size=1, max_size=5).filter(any), st.sampled_from([(9, 3, 64), (2, 2, 16), (7, 1, 32)]),
-       st.sampled_from([16, 32]), st.randoms(use_true_random=False))
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=5).filter(any),
+       st.sampled_from([(9, 3, 64), (2, 2, 16), (7, 1, 32)]), st.sampled_from([16, 32]),
+       st.randoms(use_true_random=False))
 def test_decode_matches_the_textbook_whatever_the_lengths(name, context_lens, heads, block_size, random):
     torch.manual_seed(random.randrange(2**31))
     check_decode(BACKENDS[name](), context_lens, *heads, block_size, torch.float32)
@@ -130,14 +79,15 @@ def test_decode_matches_the_textbook_where_splits_outgrow_their_minimum(monkeypa
 @given(st.integers(1, 4096), st.integers(1, 2**17))
 def test_splits_cover_any_bound_and_keep_the_grid_small(num_pairs, max_context_len):
     min_split, num_splits = paged_decode._plan_splits(num_pairs, max_context_len)
-    assert 1 <= num_splits and num_pairs * num_splits <= max(paged_decode.MAX_PROGRAMS, paged_decode.MIN_SPLITS * num_pairs)
+    most = max(paged_decode.MAX_PROGRAMS, paged_decode.MIN_SPLITS * num_pairs)
+    assert num_splits >= 1 and num_pairs * num_splits <= most
     longest = max(min_split, -(-max_context_len // num_splits))  # what the kernel makes a split then
     assert longest * num_splits >= max_context_len
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_row_does_not_depend_on_its_company_or_on_the_bound(name):
-    pages = fill_pages([40, 17, 64], 2, 32, 16)
+    pages = fill_pages([40, 17, 64], 2, 32, 16, torch.float32, DEVICE)
     q_RHD = torch.randn(3, 4, 32, device=DEVICE)
     together = BACKENDS[name]().decode(q_RHD, pages.cache, decode_batch(pages, [40, 17, 64]))
     for r, context_len in enumerate([40, 17, 64]):
@@ -147,7 +97,7 @@ def test_a_row_does_not_depend_on_its_company_or_on_the_bound(name):
 
 
 def test_the_reference_decodes_the_same_with_and_without_a_look_at_the_lengths():
-    pages = fill_pages([40, 0, 64], 2, 32, 16)
+    pages = fill_pages([40, 0, 64], 2, 32, 16, torch.float32, DEVICE)
     q_RKGD = torch.randn(3, 2, 2, 32, device=DEVICE)
     batch = decode_batch(pages, [40, 0, 64], max_context_len=80)
     torch.testing.assert_close(reference._decode_padded(q_RKGD, pages.cache, batch),
@@ -159,26 +109,10 @@ def test_the_reference_decodes_the_same_with_and_without_a_look_at_the_lengths()
 @pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 80), (7, 1, 32)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_prefill_matches_the_textbook(name, is_paged, heads, dtype):
-    num_heads, num_kv_heads, head_dim = heads
-    new_lens = [1, 16, 70, 3]
-    prefixes = [16, 0, 32, 48] if is_paged else [0] * 4
-    context_lens = [a + b for a, b in zip(new_lens, prefixes, strict=True)]
-    pages = fill_pages(context_lens, num_kv_heads, head_dim, 16, dtype)
-    # Slices of a fused projection: neither queries nor keys are contiguous.
-    fused = torch.randn(sum(new_lens), num_heads + 2 * num_kv_heads, head_dim).to(dtype).to(DEVICE)
-    q_THD, k_TKD, v_TKD = fused.split([num_heads, num_kv_heads, num_kv_heads], 1)
-    k_TKD.copy_(torch.cat([k[p:] for k, p in zip(pages.keys, prefixes, strict=True)]))
-    v_TKD.copy_(torch.cat([v[p:] for v, p in zip(pages.values, prefixes, strict=True)]))
-    starts_q, starts_k = ([0, *torch.tensor(lens).cumsum(0).tolist()] for lens in (new_lens, context_lens))
-    index = torch.zeros(sum(new_lens), dtype=torch.int32)
-    batch = PrefillBatch(index, index, index, torch.tensor(starts_q, dtype=torch.int32, device=DEVICE),
-                         torch.tensor(starts_k, dtype=torch.int32, device=DEVICE), max(new_lens), max(context_lens),
-                         index, pages.tables_RB if is_paged else None)
-    out_THD = BACKENDS[name]().prefill(q_THD, k_TKD, v_TKD, pages.cache, batch)
-    for r in range(len(new_lens)):
-        new = slice(starts_q[r], starts_q[r + 1])
-        torch.testing.assert_close(out_THD[new].double().cpu(), textbook(q_THD[new], pages.keys[r], pages.values[r]),
-                                   atol=TOLERANCE[dtype], rtol=0)
+    new_lens, prefixes = [1, 16, 70, 3], [16, 0, 32, 48] if is_paged else [0] * 4
+    case = prefill_case(new_lens, prefixes, *heads, block_size=16, dtype=dtype, device=DEVICE)
+    out_THD = BACKENDS[name]().prefill(case.q_THD, case.k_TKD, case.v_TKD, case.pages.cache, case.batch)
+    torch.testing.assert_close(out_THD.double().cpu(), case.expected(), atol=TOLERANCE[dtype], rtol=0)
 
 
 def test_auto_takes_the_reference_on_a_cpu_and_says_so():
@@ -196,7 +130,7 @@ def test_an_explicit_backend_that_cannot_run_is_refused_by_what_is_missing(dtype
 
 def test_triton_on_a_cpu_is_refused_outside_its_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match="kernels.attention=triton needs a CUDA device"):
+    with pytest.raises(ValueError, match=r"kernels\.attention=triton needs a CUDA device"):
         choose_attention("triton", torch.device("cpu"), torch.float32, 64)
 
 

@@ -1,4 +1,4 @@
-"""Both samplers: greedy rows, the filters against Hugging Face's, the right distribution, and the promise about seeds."""
+"""Both samplers: greedy rows, the filters against Hugging Face's, the distribution, and the promise about seeds."""
 
 from dataclasses import replace
 
@@ -18,7 +18,8 @@ from engine.config import SAMPLERS
 from engine.sampler import IMPLEMENTATIONS, SamplingBatch, filter_logits, make_sampler
 
 
-def sampling_batch(num_rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, positions=None) -> SamplingBatch:
+def sampling_batch(num_rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None,
+                   positions=None) -> SamplingBatch:
     def column(value, dtype):
         values = value if isinstance(value, list) else [value] * num_rows
         return torch.tensor(values, dtype=dtype)
@@ -105,11 +106,12 @@ def test_tokens_come_with_their_probabilities(impl, top_k):
 def test_a_seeded_request_draws_the_same_in_any_row_of_any_batch(order, size):
     torch.manual_seed(0)
     logits_RV = torch.randn(5, 301)
-    whole = sampling_batch(5, [1.0, 0.5, 0.0, 2.0, 1.0], top_k=[0, 3, 0, 20, 0], seeds=torch.tensor([7, 7, 8, 9, 2**62]),
-                           positions=torch.tensor([3, 4, 5, 6, 7]))
+    whole = sampling_batch(5, [1.0, 0.5, 0.0, 2.0, 1.0], top_k=[0, 3, 0, 20, 0],
+                           seeds=torch.tensor([7, 7, 8, 9, 2**62]), positions=torch.tensor([3, 4, 5, 6, 7]))
     expected = make_sampler("torch")(logits_RV, whole)
     rows = torch.tensor(order[:size])
-    part = replace(whole, **{name: value[rows] for name, value in vars(whole).items() if isinstance(value, torch.Tensor)})
+    columns = {name: value[rows] for name, value in vars(whole).items() if isinstance(value, torch.Tensor)}
+    part = replace(whole, **columns)
     assert torch.equal(make_sampler("torch")(logits_RV[rows], part), expected[rows])
 
 

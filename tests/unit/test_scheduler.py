@@ -89,6 +89,7 @@ class Server:
     def step(self) -> None:
         plan = self.scheduler.schedule()
         self.scheduler.check()
+        assert not plan.is_empty or not plan.preempted, "preempted for nobody"
         assert not plan.is_empty or self.in_flight or not self.scheduler.has_unfinished, "idle with work at hand"
         if not plan.is_empty:
             self.plans.append(plan)
@@ -330,7 +331,7 @@ def test_a_token_that_arrives_after_the_stop_is_dropped():
 
 def preempt_in_flight(max_tokens: int) -> tuple[Server, Request]:
     """A server that scheduled a decode on top of the prefill in flight, and preempted the newer request for it."""
-    case = server(num_blocks=5, block_size=2)
+    case = server(num_blocks=4, block_size=2)
     [old] = requests([0, 1, 2, 3], max_tokens=5)
     [new] = requests([4, 5, 6, 7], max_tokens=max_tokens)
     case.scheduler.add(old)
@@ -355,3 +356,14 @@ def test_a_request_preempted_with_its_last_token_in_flight_finishes_with_it():
     case.commit()
     assert (new.state, new.finish_reason, new.num_output_tokens) == (RequestState.FINISHED, "length", 1)
     assert not case.scheduler.has_unfinished
+
+
+def test_nobody_is_preempted_for_blocks_that_the_step_in_flight_gives_back():
+    case = server(num_blocks=4, block_size=2, lag=1)
+    [old] = requests([0, 1, 2, 3], max_tokens=1)
+    [new] = requests([4, 5, 6, 7], max_tokens=5)
+    case.scheduler.add(old)
+    case.scheduler.add(new)
+    case.finish()
+    assert not case.preempted
+    assert new.output_token_ids == output_alone(new)

@@ -26,7 +26,7 @@ BACKENDS = {  # name -> module and class, in the order in which `auto` prefers t
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values: views of shape [N, S, K, D], strided over the whole cache, last dimension contiguous."""
+    """One layer's keys and values: views [N, S, K, D], strided over the whole cache, last dimension contiguous."""
 
     keys_NSKD: torch.Tensor
     values_NSKD: torch.Tensor
@@ -65,7 +65,8 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype,
                      head_dim: int) -> tuple[AttentionBackend, str]:
     """The backend that `kernels.attention` names, and a sentence that says why.
 
-    `auto` takes the first of flash_attn, triton, reference that runs here; a named backend that does not is a ValueError.
+    `auto` takes the first of flash_attn, triton, reference that runs here. A named backend that does not run here is a
+    ValueError that says what is missing.
     """
     setting = f"{device.type}, {str(dtype).removeprefix('torch.')}, head_dim {head_dim}"
     if requested == "auto":

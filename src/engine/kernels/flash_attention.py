@@ -3,8 +3,8 @@
 What its sources promise and this file relies on: the causal mask is aligned at the bottom right; pages are addressed as
 block id x stride(0) in 64 bits, so a layer's strided view of the whole cache will do; a page holds a multiple of 256
 tokens; block tables are int32 and entries past the context are never read; values past the context are zero-filled in
-shared memory, so a NaN in an unwritten slot stays where it is. A row with context length 0 visits no page: without splits
-the kernel writes zeros, with splits every partial has weight zero, so the output is zero both ways.
+shared memory, so a NaN in an unwritten slot stays where it is. A row with context length 0 visits no page: without
+splits the kernel writes zeros, with splits every partial has weight zero, so the output is zero both ways.
 """
 
 import torch

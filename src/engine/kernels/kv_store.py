@@ -16,8 +16,9 @@ def store_kv(k_TKD: torch.Tensor, v_TKD: torch.Tensor, cache: LayerCache, slot_m
     num_tokens, num_kv_heads, head_dim = k_TKD.shape
     if k_TKD.shape != v_TKD.shape or k_TKD.shape[1:] != keys.shape[2:] or len(slot_mapping_T) != num_tokens:
         raise ValueError(f"store needs keys and values [T, K, D], slots [T] and a cache [N, S, K, D]; got "
-                         f"{tuple(k_TKD.shape)}, {tuple(v_TKD.shape)}, {tuple(slot_mapping_T.shape)}, {tuple(keys.shape)}")
-    if keys.stride() != values.stride() or 1 != keys.stride(3) or k_TKD.stride(2) != 1 or v_TKD.stride(2) != 1:
+                         f"{tuple(k_TKD.shape)}, {tuple(v_TKD.shape)}, {tuple(slot_mapping_T.shape)}, "
+                         f"{tuple(keys.shape)}")
+    if keys.stride() != values.stride() or keys.stride(3) != 1 or k_TKD.stride(2) != 1 or v_TKD.stride(2) != 1:
         raise ValueError("store needs keys and values of equal cache strides with a contiguous last dimension; got "
                          f"{keys.stride()}, {values.stride()}, {k_TKD.stride()}, {v_TKD.stride()}")
     if num_tokens == 0:

@@ -1,8 +1,8 @@
 """Sampling noise as a pure function of (request seed, position, token id): a counter-based generator, Philox-4x32-10.
 
 Nothing is drawn from a stream, so a request's noise is the same whatever its row, its batch or its company, and a
-preempted request meets it again. The bits are those of `tl.philox` (Salmon et al., "Parallel random numbers: as easy as
-1, 2, 3", 2011): the key is the seed, the counter is (token id // 4, position, 0, 0), and a token takes lane token id % 4.
+preempted request meets it again. The bits are those of `tl.philox` (Salmon et al., "Parallel random numbers: as easy
+as 1, 2, 3", 2011): key = seed, counter = (token id // 4, position, 0, 0), and a token takes lane token id % 4.
 This file is the specification and the CPU's path; on a GPU `noise_triton` draws the same bits in one launch.
 """
 
@@ -12,7 +12,7 @@ MASK_32 = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 NUM_ROUNDS = 10
-ROWS_AT_ONCE = 2  # int64 temporaries of a large vocabulary then stay in a CPU core's cache
+COUNTERS_AT_ONCE = 1 << 15  # so that the int64 temporaries stay in a CPU core's cache
 
 
 def noise(seed_R: torch.Tensor, position_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -20,8 +20,9 @@ def noise(seed_R: torch.Tensor, position_R: torch.Tensor, vocab_size: int) -> to
     lanes = -(-vocab_size // 4)
     noise_RV = torch.empty(len(seed_R), lanes * 4, dtype=torch.float32, device=seed_R.device)
     counter_L = torch.arange(lanes, device=seed_R.device)
-    for rows in range(0, len(seed_R), ROWS_AT_ONCE):
-        some = slice(rows, rows + ROWS_AT_ONCE)
+    rows_at_once = max(1, COUNTERS_AT_ONCE // lanes)
+    for first in range(0, len(seed_R), rows_at_once):
+        some = slice(first, first + rows_at_once)
         key = seed_R[some, None]
         zero = torch.zeros_like(key)
         bits = philox(counter_L[None, :], position_R[some, None].long(), zero, zero, key & MASK_32, key >> 32 & MASK_32)

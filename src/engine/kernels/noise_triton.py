@@ -1,4 +1,4 @@
-"""The noise of `noise.py` on a GPU in one launch: hundreds of small integer operations in torch become one write of [R, V].
+"""The noise of `noise.py` on a GPU in one launch: some hundred integer operations in torch become one write of [R, V].
 
 The random bits are equal; the two logarithms may round differently in the last place.
 """

@@ -1,10 +1,10 @@
 """Decode attention over the paged cache: every request's context is cut into splits that run side by side.
 
-A step reads each cached key and value once and computes almost nothing, so the kernel is shaped for bandwidth: one program
-takes one KV head of one split, and all query heads of the group ride along as the (padded) rows of a tensor-core product.
-A split is `min_split` tokens, longer where a request would otherwise need more than `num_splits` of them; a request that
-fits one split is finished on the spot, the others leave partial softmaxes that a second kernel combines. The grid depends
-on the shapes and on `max_context_len` alone, so a graph that recorded it serves any lengths.
+A step reads each cached key and value once and computes almost nothing, so the kernel is shaped for bandwidth: one
+program takes one KV head of one split, and all query heads of the group ride along as the (padded) rows of a
+tensor-core product. A split is `min_split` tokens, longer where a request would otherwise need more than `num_splits`
+of them; a request that fits one split is finished on the spot, the others leave partial softmaxes that a second kernel
+combines. The grid depends on the shapes and on `max_context_len` alone, so a graph that recorded it serves any lengths.
 
 Shape letters: R requests, H query heads, K KV heads, D head dimension, N blocks, S tokens a block, B blocks a request,
 P splits. Partial softmaxes are kept in base 2: exp2 is one instruction where exp is two.
@@ -34,8 +34,9 @@ def paged_decode(q_RHD: torch.Tensor, keys_NSKD: torch.Tensor, values_NSKD: torc
     num_requests, num_heads, head_dim = q_RHD.shape
     block_size, num_kv_heads = keys_NSKD.shape[1:3]
     if num_heads % num_kv_heads or keys_NSKD.shape[3] != head_dim or keys_NSKD.stride() != values_NSKD.stride():
-        raise ValueError(f"decode needs q [R, H, D] and equally strided caches [N, S, K, D] with H a multiple of K; got "
-                         f"{tuple(q_RHD.shape)}, {tuple(keys_NSKD.shape)}, {keys_NSKD.stride()}, {values_NSKD.stride()}")
+        raise ValueError("decode needs q [R, H, D] and equally strided caches [N, S, K, D] with H a multiple of K; got "
+                         f"{tuple(q_RHD.shape)}, {tuple(keys_NSKD.shape)}, strides {keys_NSKD.stride()} and "
+                         f"{values_NSKD.stride()}")
     out_RHD = torch.empty_like(q_RHD, memory_format=torch.contiguous_format)
     min_split, num_splits = _plan_splits(num_requests * num_kv_heads, max_context_len)
     num_partials = num_splits if num_splits > 1 else 0  # a single split writes its result and leaves no partial
@@ -80,8 +81,8 @@ def _split_kernel(
         out_ptr,  # [R, H, D]
         part_ptr, max_ptr, sum_ptr,  # [R, H, P, D], [R, H, P], [R, H, P]
         q_stride_r, q_stride_h, cache_stride_n, cache_stride_s, cache_stride_h, table_stride, num_splits, min_split,
-        scale, G: tl.constexpr, G_PAD: tl.constexpr, H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
-        TILE: tl.constexpr):
+        scale, G: tl.constexpr, G_PAD: tl.constexpr, H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+        S: tl.constexpr, TILE: tl.constexpr):
     kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
     context_len = tl.load(lens_ptr + request)
@@ -96,6 +97,8 @@ def _split_kernel(
     head = kv_head * G + g
     is_query = (g < G)[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + request * q_stride_r + head[:, None] * q_stride_h + d[None, :], mask=is_query, other=0.0)
+    # The 64 bits stay in one scalar a tile, `base`; the tile's own offsets fit 32 and do not change.
+    offset = t[:, None] * cache_stride_s + d[None, :]
     running_max = tl.full((G_PAD,), -1e30, tl.float32)  # finite, so that no difference below is NaN
     running_sum = tl.zeros((G_PAD,), tl.float32)
     acc = tl.zeros((G_PAD, D_PAD), tl.float32)
@@ -103,11 +106,10 @@ def _split_kernel(
         # Splits start at whole tiles and blocks hold whole tiles: one look into the table serves a tile.
         block = tl.load(tables_ptr + request * table_stride + start // S).to(tl.int64)
         base = block * cache_stride_n + (start % S) * cache_stride_s + kv_head * cache_stride_h
-        place = base + t[:, None] * cache_stride_s + d[None, :]
         # Slots past the context may hold NaN: masked here, because a weight of zero would not silence it.
         is_token = (start + t < end)[:, None] & (d < D)[None, :]
-        key = tl.load(keys_ptr + place, mask=is_token, other=0.0)
-        value = tl.load(values_ptr + place, mask=is_token, other=0.0)
+        key = tl.load(keys_ptr + base + offset, mask=is_token, other=0.0)
+        value = tl.load(values_ptr + base + offset, mask=is_token, other=0.0)
         score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
         score = tl.where((start + t < end)[None, :], score, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(score, 1))
@@ -119,7 +121,8 @@ def _split_kernel(
 
     if split_len >= context_len:
         result = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
-        tl.store(out_ptr + (request * H + head)[:, None] * D + d[None, :], result.to(out_ptr.dtype.element_ty), mask=is_query)
+        place = (request * H + head)[:, None] * D + d[None, :]
+        tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=is_query)
     else:
         part = (request * H + head) * num_splits + split
         tl.store(part_ptr + part[:, None] * D + d[None, :], acc, mask=is_query)

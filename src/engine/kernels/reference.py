@@ -1,10 +1,12 @@
 """Attention in plain PyTorch: the specification the other backends must agree with, and the engine's path on a CPU.
 
-Prefill and the CPU's decode take one request at a time and read exactly its tokens, so a row's result does not depend on
-its company. Decode on another device must not ask for the lengths (that would wait for the device, and a graph could not
-record it): it gathers whole tables and masks keys *and* values, because an unwritten slot may hold NaN and NaN * 0 is NaN.
+Prefill and the CPU's decode take one request at a time and read exactly its tokens, so a row's result does not depend
+on its company. Decode on another device must not ask for the lengths (that would wait for the device, and a graph could
+not record it): it gathers whole tables and masks keys *and* values, because an unwritten slot may hold NaN and NaN * 0
+is NaN.
 
-Shape letters: T tokens, R requests, H query heads, K KV heads, G = H // K, D head dimension, S tokens a block, C context.
+Shape letters: T tokens, R requests, H query heads, K KV heads, G = H // K, D head dimension, S tokens a block, C tokens
+of context.
 """
 
 import torch
@@ -15,7 +17,7 @@ from engine.kernels.attention import AttentionBackend, LayerCache
 
 
 class ReferenceAttention(AttentionBackend):
-    """Runs anywhere, in any floating dtype. On CUDA its decode copies R x max_context_len keys and values: slow, exact."""
+    """Runs anywhere, in any floating dtype. On CUDA its decode copies R x max_context_len keys and values: slow."""
 
     name = "reference"
 

@@ -1,7 +1,7 @@
-"""Attention in Triton behind the backend contract: any floating dtype, any query group, any block size that is a power of two.
+"""Attention in Triton behind the backend contract: any floating dtype, any query group, block sizes a power of two.
 
-The kernels live one idea a file: `kv_store` scatters, `paged_prefill` attends causally over prompts, `paged_decode` reads a
-request's context in parallel splits. This file only joins them.
+The kernels live one idea a file: `kv_store` scatters, `paged_prefill` attends causally over prompts, `paged_decode`
+reads a request's context in parallel splits. This file only joins them.
 """
 
 import torch

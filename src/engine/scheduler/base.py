@@ -140,18 +140,27 @@ class Scheduler(ABC):
         return StepPlan(prefill=tuple(prefill)) if prefill else None
 
     def decode_running(self) -> StepPlan:
-        """Decode every running request that still needs a token, oldest first, preempting where blocks run out."""
+        """Decode every running request that still needs a token, oldest first, preempting where blocks run out.
+
+        A request that needs a block sits the step out if an older one's last token is in flight: that one's blocks
+        come back with the commit, and one step of patience is cheaper than a recomputation.
+        """
         decode: list[ScheduledDecode] = []
         preempted: list[Request] = []
+        is_room_coming = False
         block_size = self.allocator.block_size
         for request in tuple(self._running):
             if preempted and request.state is not RequestState.RUNNING:
                 break  # preempted for an older one, as are all that follow
             position = request.num_tokens - 1
             if position + 1 >= request.max_total_tokens:
-                continue  # its last token is in flight
-            if position >= len(request.block_table) * block_size and not self._grow(request, preempted):
-                break
+                is_room_coming = True
+                continue
+            if position >= len(request.block_table) * block_size:
+                if is_room_coming and self.allocator.num_available == 0:
+                    continue
+                if not self._grow(request, preempted):
+                    break
             request.num_inflight += 1
             decode.append(ScheduledDecode(request, position))
         return StepPlan(decode=tuple(decode), preempted=tuple(preempted))
