@@ -23,8 +23,8 @@ def make_config(**sections) -> Config:
 def make_startup(**changes) -> StartupRecord:
     values = {
         "device": "cpu", "device_name": "CPU", "dtype": "float32", "attention": "reference", "load_format": "dummy",
-        "kv_policy": "fixed", "replay": "emulated", "choices": {"device": "cpu: no GPU was found"}, "num_parameters": 1000,
-        "block_size": 64, "num_kv_blocks": 16, "kv_bytes": 4 * MIB, "kv_bytes_per_token": 4096,
+        "kv_policy": "fixed", "replay": "emulated", "choices": {"device": "cpu: no GPU was found"},
+        "num_parameters": 1000, "block_size": 64, "num_kv_blocks": 16, "kv_bytes": 4 * MIB, "kv_bytes_per_token": 4096,
         "device_total_bytes": 1 << 34, "seconds": {"load": 1.5, "capture": 0.5},
         "buckets": (BucketRecord(1, 0.1, 0.2, 1024, None), BucketRecord(4, 0.1, 0.2, 2048, None)),
         "ledger": (LedgerEntry("weights", None, 10 * MIB), LedgerEntry("kv_cache", 4 * MIB, 4 * MIB))}
@@ -35,9 +35,10 @@ def make_step(step: int, phase: str = "decode", **changes) -> StepRecord:
     is_decode = phase == "decode"
     values = {
         "step": step, "start_s": step * 0.01, "end_s": step * 0.01 + 0.008, "phase": phase,
-        "path": "graph" if is_decode else "eager", "reason": "captured" if is_decode else "prefill", "num_requests": 3,
-        "num_tokens": 3 if is_decode else 30, "bucket": 4 if is_decode else None, "num_padded_rows": 1 if is_decode else 0,
-        "num_waiting": 0, "num_running": 3, "num_used_blocks": 3, "num_cached_blocks": 0, "num_preempted": 0}
+        "path": "graph" if is_decode else "eager", "reason": "captured" if is_decode else "prefill",
+        "num_requests": 3, "num_tokens": 3 if is_decode else 30, "bucket": 4 if is_decode else None,
+        "num_padded_rows": 1 if is_decode else 0, "num_waiting": 0, "num_running": 3,
+        "num_used_blocks": 3, "num_cached_blocks": 0, "num_preempted": 0}
     return StepRecord(**{**values, **changes})
 
 

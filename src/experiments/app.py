@@ -15,7 +15,7 @@ from experiments.config import Config
 from experiments.messages import INTERRUPTED, Failed, Finished, Outcome
 from experiments.naming import run_name
 from experiments.paths import anchored, repository_root
-from experiments.result import FAILED, FINISHED, RunResult, write_result
+from experiments.result import FAILED, FINISHED, RunResult, plain, write_result
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +41,7 @@ def run_one(config: Config, directory: Path, overrides: Sequence[str] = (), comm
     run_files.write_config(directory, config)
     run_files.write_environment(directory, ran_on)
     about = {"name": name, "sweep": sweep, "started_at": datetime.now(UTC).isoformat(), "command": list(command),
-             "overrides": list(overrides), "config": _plain(config), "code": code_version(repository_root())}
+             "overrides": list(overrides), "config": plain(config), "code": code_version(repository_root())}
     outcome, tracker = _execute_tracked(config, name, sweep)
     if isinstance(outcome, Finished):
         ran_on |= outcome.process
@@ -84,15 +84,13 @@ def _execute_tracked(config: Config, name: str, sweep: str | None) -> "tuple[Out
 
 
 def _result(outcome: Outcome, **about: Any) -> RunResult:
-    from dataclasses import asdict
-
     from experiments.metrics import compute_metrics, steps_by_path
 
     if isinstance(outcome, Failed):
         return RunResult(status=FAILED, reason=outcome.reason, **about)
     records, startup = outcome.records, outcome.startup
     return RunResult(
-        status=FINISHED, startup={**asdict(startup), "total_s": startup.total_s},
+        status=FINISHED, startup={**plain(startup), "total_s": startup.total_s},
         metrics=compute_metrics(records.steps, records.requests, startup, outcome.memory),
         steps_by_path=steps_by_path(records.steps), seconds=outcome.seconds, warmup=outcome.warmup,
         warnings=list(records.warnings), **about)
@@ -122,9 +120,3 @@ def _console(is_error: bool = False) -> "Console":
 
     stream = sys.stderr if is_error else sys.stdout
     return Console(file=stream, width=None if stream.isatty() else MIN_REPORT_WIDTH, highlight=False)
-
-
-def _plain(config: Config) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(config)

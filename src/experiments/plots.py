@@ -11,6 +11,7 @@ from experiments.timeline import time_series
 
 MIB = 1 << 20
 DPI = 120
+NUM_BINS = 50
 
 
 def steps_over_time(steps: Sequence[StepRecord], startup: StartupRecord) -> Figure:
@@ -43,7 +44,9 @@ def latency_histograms(requests: Sequence[RequestRecord]) -> Figure:
         axes.set_xlabel(f"{title}, ms")
         axes.set_ylabel("requests" if name == "ttft_ms" else "gaps between tokens")
         if values := samples[name]:
-            axes.hist(values, bins=50)
+            # Requests of one prefill share a TTFT up to rounding: bins are at least a nanosecond wide.
+            low, high = min(values), max(values)
+            axes.hist(values, bins=np.linspace(low, max(high, low + NUM_BINS * 1e-6), NUM_BINS + 1).tolist())
             for percentile, style in ((50, "-"), (99, ":")):
                 at = float(np.percentile(values, percentile))
                 axes.axvline(at, color="black", linestyle=style, label=f"p{percentile} {at:.2f} ms")

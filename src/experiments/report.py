@@ -12,7 +12,7 @@ from engine.records import StartupRecord
 from experiments.messages import Answer, Finished
 from experiments.metrics import LATENCIES, METRICS
 from experiments.result import RunResult
-from experiments.run_files import ERROR_FILE
+from experiments.run_files import ERROR_FILE, OUTPUTS_FILE
 
 LABEL_CHARS, ANSWER_CHARS = 44, 70
 MAX_ANSWERS = 32
@@ -83,6 +83,8 @@ def answers_table(answers: Sequence[Answer]) -> Table:
     for number, answer in enumerate(answers[:MAX_ANSWERS]):
         said = Text(answer.error, style="red") if answer.error else Text(first_line(answer.text, ANSWER_CHARS))
         table.add_row(str(number), Text(first_line(answer.label, LABEL_CHARS)), said, answer.finish_reason)
+    if (num_more := len(answers) - MAX_ANSWERS) > 0:
+        table.add_row("", f"and {num_more} more in {OUTPUTS_FILE}", "", "")
     return table
 
 
@@ -129,7 +131,7 @@ def memory_table(result: RunResult, startup: StartupRecord) -> Table:
 
 def startup_table(startup: StartupRecord) -> Table:
     """Seconds of each part of start-up, and what every `auto` became."""
-    table = _table("Start-up")
+    table = Table("Start-up", "", box=SIMPLE)
     for verb, seconds in startup.seconds.items():
         table.add_row(verb.replace("_", " "), format_value(seconds, "s"))
     if startup.buckets:

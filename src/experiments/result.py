@@ -51,6 +51,11 @@ class RunResult:
         return self.status == FINISHED
 
 
+def plain(record: Any) -> dict[str, Any]:
+    """A dataclass as JSON gives it back: mappings, lists and plain values."""
+    return json.loads(json.dumps(asdict(record)))
+
+
 def to_json(result: RunResult) -> dict[str, Any]:
     """The content of result.json."""
     from experiments.metrics import METRICS

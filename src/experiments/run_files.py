@@ -19,7 +19,7 @@ from typing import Any
 from engine.records import RequestRecord, StepRecord
 from experiments.config import Config
 from experiments.messages import Answer, Failed, Finished
-from experiments.result import write_json
+from experiments.result import plain, write_json
 
 CONFIG_FILE, ERROR_FILE = "config.yaml", "error.txt"
 STEPS_FILE, REQUESTS_FILE, OUTPUTS_FILE = "steps.parquet", "requests.jsonl", "outputs.jsonl"
@@ -41,7 +41,7 @@ def write_environment(directory: Path, environment: Mapping[str, Any]) -> None:
 
 def write_finished(directory: Path, finished: Finished) -> None:
     """Write all that a finished run recorded, except its plots."""
-    write_json(directory / "startup.json", {**asdict(finished.startup), "total_s": finished.startup.total_s})
+    write_json(directory / "startup.json", {**plain(finished.startup), "total_s": finished.startup.total_s})
     write_steps(directory, finished.records.steps)
     _write_lines(directory / REQUESTS_FILE, map(vars, finished.records.requests))
     _write_lines(directory / OUTPUTS_FILE, map(_output_line, finished.answers))

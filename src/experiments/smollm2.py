@@ -97,8 +97,8 @@ def convert(gguf: Path, directory: Path) -> None:
     fields = {name: field.contents() for name, field in reader.fields.items()}
     architecture, pre_tokenizer = fields["general.architecture"], fields["tokenizer.ggml.pre"]
     if (architecture, pre_tokenizer) != ("llama", "smollm"):
-        raise ValueError(f"{gguf} holds a {architecture} model with a {pre_tokenizer} tokenizer; expected a llama model "
-                         "with a smollm tokenizer")
+        raise ValueError(f"{gguf} holds a {architecture} model with a {pre_tokenizer} tokenizer; expected a llama "
+                         "model with a smollm tokenizer")
     special_ids = {key: fields[f"tokenizer.ggml.{name}_token_id"]
                    for key, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))}
     token_ids = {f"{key}_token_id": value for key, value in special_ids.items()}

@@ -73,7 +73,8 @@ def test_a_recorded_decode_serves_other_lengths_bitwise(backend_and_dtype):
     # One cache for both, so that the recorded addresses stay: the second's blocks follow the first's.
     whole = torch.cat([first.whole, second.whole])
     cache = replace(first.cache, keys_NSKD=whole[:, 1, 0], values_NSKD=whole[:, 1, 1])
-    static = decode_batch(first, long_lens, max_context_len)
+    # A table of its own: it is written below, and the first's is needed again.
+    static = replace(decode_batch(first, long_lens, max_context_len), block_tables_RB=first.tables_RB.clone())
     static_q_RHD = torch.randn(4, 16, 128, device=DEVICE, dtype=dtype)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

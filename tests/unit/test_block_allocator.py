@@ -130,6 +130,14 @@ def test_the_prefix_that_was_released_longest_ago_is_evicted_first():
     assert allocator.match_prefix([2, 2, 0]) == []
 
 
+def test_an_evicted_block_can_stand_for_another_prefix():
+    allocator = BlockAllocator(2, 2, prefix_cache=True)
+    allocator.release(hold(allocator, [1, 1, 2, 2]).blocks)
+    second = hold(allocator, [3, 3, 4, 4])
+    assert allocator.match_prefix([3, 3, 4, 4, 0]) == second.blocks
+    assert allocator.match_prefix([1, 1, 2, 2, 0]) == []
+
+
 def test_matched_blocks_do_not_count_as_room_for_new_ones():
     allocator = BlockAllocator(3, 2, prefix_cache=True)
     allocator.release(hold(allocator, [1, 2, 3, 4]).blocks)

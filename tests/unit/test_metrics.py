@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_records import make_finished, make_request, make_startup, make_step
 
 from experiments.metrics import (
     LATENCIES,
@@ -26,6 +25,7 @@ from experiments.metrics import (
     ttft_ms,
 )
 from experiments.timeline import time_series
+from run_records import make_finished, make_request, make_startup, make_step
 
 durations = st.floats(0.001, 10, allow_nan=False)
 
@@ -39,7 +39,8 @@ def requests(draw):
         gaps = draw(st.lists(durations, max_size=6))
         scheduled_s = arrival_s + draw(durations)
         times = tuple(np.cumsum([scheduled_s, *gaps])[1:].tolist())
-        records.append(make_request(number, times, arrival_s=arrival_s, first_scheduled_s=scheduled_s if times else None))
+        records.append(make_request(number, times, arrival_s=arrival_s,
+                                    first_scheduled_s=scheduled_s if times else None))
     return records
 
 
@@ -169,5 +170,6 @@ def test_a_run_without_a_token_has_counts_and_no_latency():
 
 
 def test_steps_are_counted_by_path_and_reason():
-    records = [make_step(0, "prefill"), make_step(1), make_step(2), make_step(3, path="eager", reason="above_largest_bucket")]
+    records = [make_step(0, "prefill"), make_step(1), make_step(2),
+               make_step(3, path="eager", reason="above_largest_bucket")]
     assert steps_by_path(records) == {"graph: captured": 2, "eager: prefill": 1, "eager: above_largest_bucket": 1}

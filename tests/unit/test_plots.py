@@ -1,10 +1,10 @@
 """Figures are drawn from records, also from few and from none, and saved as files."""
 
 import pytest
-from run_records import make_finished, make_request, make_startup, make_step
 
 from engine.records import EngineRecords
 from experiments.plots import latency_histograms, memory_ledger, save_plots, steps_over_time
+from run_records import make_finished, make_request, make_startup, make_step
 
 PNG_SIGNATURE = b"\x89PNG"
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from run_records import make_config, make_finished, make_result, make_startup
 
 from engine.config import GraphConfig
 from experiments.config import RunConfig
@@ -16,6 +15,7 @@ from experiments.metrics import METRICS, compute_metrics
 from experiments.naming import MAX_NAME_CHARS, run_name
 from experiments.result import from_json, read_result, to_json, write_json, write_result
 from experiments.run_files import read_requests, read_steps, write_config, write_failure, write_finished
+from run_records import make_config, make_finished, make_result, make_startup
 
 
 @pytest.mark.parametrize("result", [make_result(make_finished()), make_result(reason="KeyError: 'x'", sweep="s")])
@@ -41,7 +41,7 @@ def test_metrics_carry_unit_and_definition_into_the_file():
 ])
 def test_a_file_of_another_shape_is_refused_by_name(tmp_path, change, problem):
     write_json(tmp_path / "result.json", {**to_json(make_result(make_finished())), **change})
-    with pytest.raises(ValueError, match="result.json: ") as caught:
+    with pytest.raises(ValueError, match=r"result\.json: ") as caught:
         read_result(tmp_path)
     assert problem in str(caught.value)
 
@@ -81,8 +81,8 @@ def test_a_run_without_a_step_has_its_files_all_the_same(tmp_path):
 def test_outputs_hold_prompt_text_tokens_and_how_each_ended(tmp_path):
     write_finished(tmp_path, make_finished(num_requests=2))
     lines = [json.loads(line) for line in (tmp_path / "outputs.jsonl").read_text().splitlines()]
-    assert lines[1] == {"prompt": "prompt [1]", "text": "answer 1\nsecond line", "finish_reason": "length", "error": None,
-                        "token_ids": [1, 2, 3]}
+    assert lines[1] == {"prompt": "prompt [1]", "text": "answer 1\nsecond line", "finish_reason": "length",
+                        "error": None, "token_ids": [1, 2, 3]}
 
 
 def test_the_written_config_is_the_run_whole_and_names_the_schema(tmp_path):
@@ -111,7 +111,8 @@ def test_a_name_never_grows_too_long(overrides):
 
 def test_a_name_says_model_workload_and_what_was_overridden():
     many = "graph.buckets=[" + ",".join(map(str, range(1, 91))) + "]"
-    overrides = ["model=tiny", "workload=fixed", "run.isolate=false", "tracker.mode=offline", "+graph.max_bucket=8", many]
+    overrides = ["model=tiny", "workload=fixed", "run.isolate=false", "tracker.mode=offline", "+graph.max_bucket=8",
+                 many]
     assert run_name(make_config(), overrides) == "tiny fixed max_bucket=8 buckets=[90 values]"
     assert run_name(make_config(run=RunConfig(name="mine")), overrides) == "mine"
 

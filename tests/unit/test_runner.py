@@ -8,12 +8,12 @@ import time
 from threading import Timer
 
 import pytest
-from run_records import ignore, make_config, make_finished
 
 from experiments.config import Config, RunConfig
 from experiments.messages import INTERRUPTED, Failed, Finished, Progress
 from experiments.runner import describe_exit, execute
 from experiments.worker import Report
+from run_records import ignore, make_config, make_finished
 
 LARGE_STEPS = 50_000  # records of several MiB, far above what a pipe holds
 
@@ -91,8 +91,8 @@ def test_any_other_error_is_named_by_its_type_and_keeps_its_traceback(isolate, c
 @pytest.mark.parametrize(("target", "reason"), [
     (calls_sys_exit, "the run called sys.exit(3) before it had a result"),
     (calls_os_exit, "the run's process exited with code 7 in stage 'capture', before it had a result"),
-    (is_killed, "the run's process was killed by SIGKILL (often the system, when host memory runs out) in stage 'serve', "
-                "before it had a result"),
+    (is_killed, "the run's process was killed by SIGKILL (often the system, when host memory runs out) in stage "
+                "'serve', before it had a result"),
     (crashes_in_native_code, "the run's process was killed by SIGSEGV (a crash in native code) in stage 'start', "
                              "before it had a result"),
 ])

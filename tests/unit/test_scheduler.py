@@ -187,9 +187,9 @@ def test_every_request_gets_the_tokens_it_would_get_alone(policy, data, lag, blo
 
 @policies
 @settings(max_examples=100, deadline=None)
-@given(pending=arrivals(), lag=st.integers(0, 1), budget=st.integers(20, 40), max_num_seqs=st.integers(1, 4))
+@given(pending=arrivals(), lag=st.integers(0, 1), budget=st.integers(20, 30), max_num_seqs=st.integers(1, 6))
 def test_a_step_stays_within_its_limits(policy, pending, lag, budget, max_num_seqs):
-    case = server(12, 2, max_num_seqs, budget, 20, lag, policy=policy)
+    case = server(60, 2, max_num_seqs, budget, 20, lag, policy=policy)
     replay(case, pending)
     for plan in case.plans:
         assert len(plan.requests) <= max_num_seqs
@@ -304,6 +304,14 @@ def test_equal_prompts_of_one_prefill_share_nothing_until_it_is_committed(lag):
     case.finish()
     assert later.num_cached_tokens == 4
     assert first.output_token_ids == second.output_token_ids == later.output_token_ids == output_alone(first)
+
+
+def test_a_prefill_ends_before_the_prompt_that_passes_the_token_budget():
+    case = server(max_num_batched_tokens=25)
+    for request in requests(*[[0] * 10] * 3, max_tokens=2):
+        case.scheduler.add(request)
+    case.finish()
+    assert [len(plan.prefill) for plan in case.plans if plan.prefill] == [2, 1]
 
 
 def test_the_newest_request_is_preempted_and_comes_back_before_those_that_wait():

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import pytest
-from run_records import make_request, make_startup, make_step
 
 from engine.records import EngineRecords, StartupRecord
 from engine.request import SamplingParams, TokenEvent
 from experiments.messages import Progress
 from experiments.worker import _answers, _counted_from, timed_region, warm_up
 from experiments.workload import WorkItem
+from run_records import make_request, make_startup, make_step
 
 
 @dataclass
@@ -53,8 +53,8 @@ class FakeEngine:
 
 
 def work(num_items: int) -> list[WorkItem]:
-    return [WorkItem((1,) * (num_items - number), SamplingParams(max_tokens=number + 1, stop=("x",)), f"prompt {number}")
-            for number in range(num_items)]
+    return [WorkItem((1,) * (num_items - number), SamplingParams(max_tokens=number + 1, stop=("x",)),
+                     label=f"prompt {number}") for number in range(num_items)]
 
 
 @pytest.mark.parametrize(("device", "num_requests"), [("cuda", 4), ("cuda:0", 4), ("cpu", 1)])

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_records import make_config
 
 from engine.config import SamplerConfig
 from experiments.config import WORKLOADS, WorkloadConfig
 from experiments.workload import WORKLOAD_KINDS, build_workload, draw_workload
+from run_records import make_config
 
 
 @dataclass
@@ -84,7 +84,8 @@ def test_lines_of_a_file_become_conversations_with_their_own_limits(tmp_path):
     path = write_lines(tmp_path / "prompts.jsonl", {"prompt": "Hi", "max_tokens": 3}, "",
                        {"messages": [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hello"}]})
     items = build_workload(text_config(path), WordTokenizer(), 1000)
-    assert [(item.prompt, item.label, item.params.max_tokens) for item in items] == [((2,), "Hi", 3), ((3, 5), "Hello", 64)]
+    found = [(item.prompt, item.label, item.params.max_tokens) for item in items]
+    assert found == [((2,), "Hi", 3), ((3, 5), "Hello", 64)]
     assert len(build_workload(text_config(path, num_requests=1), WordTokenizer(), 1000)) == 1
 
 

@@ -26,7 +26,7 @@ TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model, resolved: nothing is `auto` any more. `directory` is None for dummy weights that only a group describes."""
+    """A model, resolved: nothing is `auto` any more. `directory` is None for dummy weights without a path."""
 
     directory: Path | None
     architecture: Architecture
@@ -41,7 +41,8 @@ def resolve_model(config: ModelConfig, device_type: str) -> ModelSource:
     ValueError when the directory or hub id cannot be read, is not a model that the decoder computes exactly, disagrees
     with `config.architecture`, or has fewer positions than `config.max_model_len`.
     """
-    directory = None if config.path is None else find_directory(config.path, with_weights=not config.is_dummy)
+    is_shape_known = config.is_dummy and config.architecture is not None  # then nothing needs to be fetched
+    directory = None if config.path is None or is_shape_known else find_directory(config.path, not config.is_dummy)
     settings = {} if directory is None else read_json(directory / "config.json")
     if config.is_dummy and config.architecture is not None:
         architecture = config.architecture

@@ -1,7 +1,7 @@
 """Fills a decoder's preallocated weights: from safetensors files, or with seeded random values.
 
-Files are memory-mapped and each tensor is copied from its pages straight into its place (a slice of a fused matrix where
-the decoder has one), converted to the decoder's dtype on the way: there is never a second copy of the model. All
+Files are memory-mapped and each tensor is copied from its pages straight into its place (a slice of a fused matrix
+where the decoder has one), converted to the decoder's dtype on the way: there is never a second copy of the model. All
 headers are read first, so that a checkpoint which does not fit is refused before any memory is filled.
 """
 

@@ -24,7 +24,7 @@ class ScheduledDecode:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """At most one prefill batch and one decode batch. Every request of either yields exactly one token, in this order."""
+    """At most one prefill batch and one decode batch. Every request of them yields exactly one token, in this order."""
 
     prefill: tuple[ScheduledPrefill, ...] = ()
     decode: tuple[ScheduledDecode, ...] = ()
@@ -32,7 +32,7 @@ class StepPlan:
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        return tuple(item.request for item in (*self.prefill, *self.decode))
+        return (*(item.request for item in self.prefill), *(item.request for item in self.decode))
 
     @property
     def is_empty(self) -> bool:

@@ -1,0 +1,131 @@
+"""What is printed and summarised says what the results hold, for runs that finished and runs that failed."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from experiments.messages import Answer
+from experiments.report import MAX_ANSWERS, first_line, format_value, print_run
+from experiments.result import write_result
+from experiments.sweep import collect, differing_overrides, failures, summary_table, write_summary
+from run_records import make_finished, make_result
+
+
+def printed(*parts):
+    console = Console(file=io.StringIO(), width=200)
+    for part in parts:
+        console.print(part)
+    return console.file.getvalue()
+
+
+def report(result, finished, directory):
+    console = Console(file=io.StringIO(), width=200)
+    print_run(console, result, finished, directory)
+    return console.file.getvalue()
+
+
+def make_sweep(directory):
+    """Two points that finished and one that failed, in this order of time, and one that left no result."""
+    finished = make_finished()
+    at = "2026-01-01T00:00:0{}+00:00".format
+    results = [make_result(finished, overrides=["model=tiny", "graph.buckets=pow2"], started_at=at(1)),
+               make_result(finished, overrides=["model=tiny", "graph.buckets=[1,2]"], started_at=at(2)),
+               make_result(overrides=["model=tiny"], reason="out of memory", started_at=at(3))]
+    for name, result in zip("201", results, strict=True):
+        (directory / name).mkdir(parents=True)
+        (directory / name / "config.yaml").touch()
+        write_result(directory / name, result)
+    (directory / "3").mkdir()
+    (directory / "3" / "config.yaml").touch()
+    return directory
+
+
+@pytest.mark.parametrize(("value", "unit", "text"), [
+    (1536, "bytes", "0.0 MiB"), (5 << 20, "bytes", "5.0 MiB"), (3 << 30, "bytes", "3.00 GiB"),
+    (0.125, "share", "12.5%"), (1234567, "tokens", "1,234,567"), (12.345, "ms", "12.35 ms"),
+    (23456.7, "tokens/s", "23,457 tokens/s"), (None, "ms", "-"),
+])
+def test_numbers_are_written_for_a_person(value, unit, text):
+    assert format_value(value, unit) == text
+
+
+@pytest.mark.parametrize(("text", "line"), [
+    ("  Paris.\n", "Paris."), ("\n\nParis.\nIt lies", "Paris.…"), ("a" * 12, "aaaaaaaaa…"), ("", ""),
+])
+def test_an_answers_first_line_shows_that_it_goes_on(text, line):
+    assert first_line(text, 10) == line
+
+
+def test_a_finished_run_shows_answers_tables_warnings_and_places(tmp_path):
+    finished = make_finished(warnings=("a batch ran eager",))
+    tracker = {"mode": "offline", "why": "no key was found", "location": "outputs/wandb/offline-run-1"}
+    text = report(make_result(finished, tracker=tracker), finished, tmp_path)
+    for expected in ("prompt [0]", "answer 0…", "output tokens a second", "TTFT", "kv cache", "weights",
+                     "warning: a batch ran eager", str(tmp_path), "offline-run-1 (offline: no key was found)",
+                     "no GPU was found"):
+        assert expected in text
+
+
+def test_a_rejected_request_shows_why_instead_of_an_answer(tmp_path):
+    finished = make_finished()
+    rejected = Answer("long", (), "", "rejected", "needs 9 KV blocks but the cache has 4")
+    finished = replace(finished, answers=(*finished.answers, rejected))
+    assert "needs 9 KV blocks but the cache has 4" in report(make_result(finished), finished, tmp_path)
+
+
+def test_many_answers_are_cut_and_their_number_is_said(tmp_path):
+    finished = make_finished(num_requests=MAX_ANSWERS + 5)
+    text = report(make_result(finished), finished, tmp_path)
+    assert f"prompt [{MAX_ANSWERS - 1}]" in text and f"prompt [{MAX_ANSWERS}]" not in text
+    assert "and 5 more" in text
+
+
+def test_a_failed_run_shows_its_reason_and_its_traceback_file(tmp_path):
+    (tmp_path / "error.txt").touch()
+    text = report(make_result(reason="KeyError: [7]"), None, tmp_path)
+    assert "tiny fixed failed: KeyError: [7]" in text
+    assert str(tmp_path / "error.txt") in text
+
+
+def test_points_are_collected_in_the_order_in_which_they_ran(tmp_path):
+    points, without_result = collect(make_sweep(tmp_path))
+    assert [point.directory.name for point in points] == ["2", "0", "1"]
+    assert [run.name for run in without_result] == ["3"]
+
+
+def test_only_what_differs_between_points_is_shown():
+    results = [make_result(overrides=overrides) for overrides in (["a.b=1", "c=2"], ["a.b=3", "c=2"], ["c=2"])]
+    assert differing_overrides(results) == [{"a.b": "1"}, {"a.b": "3"}, {"a.b": "default"}]
+    assert differing_overrides(results[:1]) == [{}]
+    assert differing_overrides([]) == []
+
+
+def test_a_summary_has_a_row_for_every_point_also_for_one_that_failed(tmp_path):
+    points, _ = collect(make_sweep(tmp_path))
+    write_summary(tmp_path, points)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    with (tmp_path / "summary.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["graph.buckets"] for row in rows] == ["pow2", "[1,2]", "default"]
+    assert [row["reason"] for row in rows] == ["", "", "out of memory"]
+    for row, point in zip(rows, summary["points"], strict=True):
+        assert row["status"] == point["status"]
+        assert {name: float(row[name]) for name in point["metrics"]} == point["metrics"]
+    assert summary["units"]["throughput/output_throughput"] == "tokens/s"
+
+
+def test_the_sweeps_table_shows_each_point_and_why_one_failed(tmp_path):
+    points, _ = collect(make_sweep(tmp_path))
+    text = printed(summary_table(tmp_path, points), *failures(points))
+    assert "3 runs, 1 failed" in text
+    assert "pow2" in text and "[1,2]" in text and "out of memory" in text
+
+
+def test_a_sweep_without_a_finished_point_still_has_its_summary(tmp_path):
+    assert "0 runs" in printed(summary_table(tmp_path, []))
+    write_summary(tmp_path, [])
+    assert json.loads((tmp_path / "summary.json").read_text())["points"] == []
