@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a running engine: resolves what is `auto`, runs the KV memory policy, keeps the record.
+"""From a configuration to the parts of a running engine, in the order that the KV memory policy says.
 
 Every `auto` becomes a fact with its reason here, once, before anything is loaded.
 """
@@ -29,7 +29,7 @@ class Assembly:
 
 
 def assemble(config: EngineConfig, on_stage: OnStage) -> Assembly:
-    """Build everything in the order that the KV memory policy says; ValueError for what cannot be done on this device."""
+    """Build everything in the order that the KV memory policy says; ValueError for what cannot be done here."""
     choices: dict[str, str] = {}
     device = _choose_device(config.device, choices)
     source = resolve_model(config.model, device.type)
@@ -65,17 +65,18 @@ def _choose_block_size(kv: KVConfig, attention: "AttentionBackend", choices: dic
 
 
 def _choose_kv_policy(kv: KVConfig, device: torch.device, choices: dict[str, str]) -> str:
-    is_stated = any(getattr(kv, name) is not None for name in ("bytes", "tokens", "num_blocks"))
     if device.type == "cpu":
         if kv.policy not in ("auto", "fixed"):
             raise ValueError(f"kv.policy={kv.policy} measures a GPU's memory; on a CPU it must be auto or fixed")
         if kv.memory_fraction is not None:
             raise ValueError(f"kv.memory_fraction={kv.memory_fraction} is a share of a GPU's memory; on a CPU give "
                              f"kv.bytes, kv.tokens or kv.num_blocks")
+    elif kv.policy == "fixed" and not kv.is_size_stated:
+        raise ValueError("kv.policy=fixed needs kv.bytes, kv.tokens or kv.num_blocks on a GPU; got none of them")
     if kv.policy != "auto":
         return kv.policy
-    if is_stated or device.type == "cpu":
-        size = "as stated" if is_stated else f"at most {DEFAULT_CPU_KV_BYTES // MIB} MiB on a CPU"
+    if kv.is_size_stated or device.type == "cpu":
+        size = "as stated" if kv.is_size_stated else f"at most {DEFAULT_CPU_KV_BYTES // MIB} MiB on a CPU"
         choices["kv.policy"] = f"fixed: {size}"
         return "fixed"
     choices["kv.policy"] = "profile_then_allocate: a GPU, and no size was stated"

@@ -1,6 +1,6 @@
 """The two shapes of work that a model is called with. A batch's type is its phase; there is no global context.
 
-Shape letters: T tokens of all requests laid end to end, R requests (rows), B blocks a request. All index tensors are int32.
+Shape letters: T tokens of all requests laid end to end, R requests (rows), B blocks a request. Index tensors are int32.
 A slot is block id x block_size + offset; kernels widen it to int64 before they multiply.
 """
 

@@ -1,7 +1,7 @@
 """What an engine can be told: names, units, defaults and validity, each in this one place.
 
 Every class is frozen and checks itself when it is built, so a config that exists is a config that makes sense. What is
-only known later (the block count, what `auto` became) is a fact of the run and goes into its records, never back in here.
+only known later (the block count, what `auto` became) is a fact of the run and goes into its records.
 The module imports no torch: the command line reads it to answer `--help`.
 """
 
@@ -104,8 +104,8 @@ class ModelConfig:
         check_range("model.max_model_len", self.max_model_len, 1)
         check_range("model.dummy_seed", self.dummy_seed, 0)
         if self.path is None and self.architecture is None:
-            raise ValueError("model.path is not set and model.architecture is not either: give a model directory or hub "
-                             "id (model.path=...), or choose a model group")
+            raise ValueError("model.path is not set and model.architecture is not either: give a model directory or "
+                             "hub id (model.path=...), or choose a model group")
         if self.path is None and self.load_format == "safetensors":
             raise ValueError("model.load_format=safetensors needs model.path; without one only dummy weights exist")
         arch = self.architecture
@@ -187,6 +187,11 @@ class KVConfig:
         if self.block_size != "auto":
             check_range("kv.block_size", self.block_size, 1)
 
+    @property
+    def is_size_stated(self) -> bool:
+        """Whether bytes, tokens or blocks are given, so that nothing has to be measured."""
+        return any(size is not None for size in (self.bytes, self.tokens, self.num_blocks))
+
 
 @dataclass(frozen=True)
 class KernelsConfig:
@@ -246,6 +251,7 @@ class EngineConfig:
         check_choice("device", self.device, DEVICES)
         if self.scheduler.max_num_batched_tokens < self.model.max_model_len:
             raise ValueError(
-                f"scheduler.max_num_batched_tokens={self.scheduler.max_num_batched_tokens} is below model.max_model_len="
-                f"{self.model.max_model_len}: scheduler.policy=prefill_first computes a prompt in one step")
+                f"scheduler.max_num_batched_tokens={self.scheduler.max_num_batched_tokens} is below "
+                f"model.max_model_len={self.model.max_model_len}: scheduler.policy=prefill_first computes a prompt in "
+                f"one step")
         BucketTable.build(self.graph.buckets, self.scheduler.max_num_seqs, self.graph.max_bucket)

@@ -69,7 +69,8 @@ class RequestRows:
         """Slot of each (row, position) pair."""
         return self._tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
 
-    def sampling_batch(self, requests: Sequence[Request], rows_R: torch.Tensor, positions_R: torch.Tensor) -> SamplingBatch:
+    def sampling_batch(self, requests: Sequence[Request], rows_R: torch.Tensor,
+                       positions_R: torch.Tensor) -> SamplingBatch:
         """Sampling parameters of `requests`; `positions_R` are those of the tokens to be drawn."""
         drawn = [request.params for request in requests if request.params.temperature > 0]
         return SamplingBatch(

@@ -1,8 +1,8 @@
 """A request: what was asked, how far it has come, and what is handed back.
 
 A request's tokens are known in two stages. `token_ids` holds the tokens whose values the host has read (prompt first);
-`num_inflight` counts tokens that a launched step will still deliver. Scheduling needs only the *number* of tokens, so it
-never waits for values, and reading them may lag one step behind.
+`num_inflight` counts tokens that a launched step will still deliver. Scheduling needs only the *number* of tokens, so
+it never waits for values, and reading them may lag one step behind.
 """
 
 from dataclasses import dataclass, field
@@ -97,7 +97,7 @@ class Request:
 class TokenEvent:
     """One item of a stream: a new token of a request, and the text that became final with it.
 
-    A request that produces no token (rejected, or a prompt that fills the context) yields one event with `token_id=None`.
+    A request that produces no token (rejected, or a prompt that fills the context) yields one event without a token.
     """
 
     request_id: int

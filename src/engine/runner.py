@@ -1,7 +1,7 @@
-"""From a plan to tokens: builds the batches, runs the model eagerly or by graph, samples, and leaves the tokens on the device.
+"""From a plan to tokens: builds the batches, runs the model eagerly or by graph, and samples.
 
-`launch` returns as soon as the work is queued. The tokens it will produce are written to the requests' rows on the device,
-so the next step can be launched before the host has read them; `LaunchedStep.token_ids` waits and reads.
+`launch` returns as soon as the work is queued. The tokens it will produce are written to the requests' rows on the
+device, so the next step can be launched before the host has read them; `LaunchedStep.token_ids` waits and reads.
 """
 
 from collections.abc import Sequence
@@ -66,16 +66,14 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue one step: forward of both batches, one sampling over all their requests, tokens into the rows."""
-        hidden, rows, positions, route = [], [], [], PREFILL_ROUTE
+        route, outputs = PREFILL_ROUTE, []
         if plan.prefill:
-            hidden_RH, rows_R, positions_R = self._prefill(plan.prefill)
-            hidden.append(hidden_RH), rows.append(rows_R), positions.append(positions_R)
+            outputs.append(self._prefill(plan.prefill))
         if plan.decode:
             route = self.route(len(plan.decode))
-            hidden_RH, rows_R, positions_R = self._decode(plan.decode, route)
-            hidden.append(hidden_RH), rows.append(rows_R), positions.append(positions_R)
-        rows_R, positions_R = _join(rows), _join(positions)
-        logits_RV = self.decoder.logits(_join(hidden))
+            outputs.append(self._decode(plan.decode, route))
+        hidden_RH, rows_R, positions_R = map(_join, zip(*outputs, strict=True))
+        logits_RV = self.decoder.logits(hidden_RH)
         tokens_R = self.sampler(logits_RV, self.rows.sampling_batch(plan.requests, rows_R, positions_R))
         self.rows.last_token[rows_R] = tokens_R
         return self._read_later(plan, route, tokens_R)
@@ -98,7 +96,8 @@ class ModelRunner:
             return Route(EAGER, "above_largest_bucket")
         return Route(GRAPH, "captured", bucket)
 
-    def _decode(self, items: Sequence[ScheduledDecode], route: Route) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _decode(self, items: Sequence[ScheduledDecode],
+                route: Route) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hidden states, rows and new tokens' positions of the live requests."""
         live = len(items)
         self.rows.update_tables([item.request for item in items])
@@ -140,9 +139,10 @@ def build_prefill_batch(items: Sequence[ScheduledPrefill], rows: RequestRows,
         rows.tables(row_ids)[:, :num_columns].ravel(),
     ]
     packed = _to_device(torch.from_numpy(np.concatenate(parts)), device)
-    ids, positions, slots, cu_seqlens_q, cu_seqlens_k, last, rows_R, tables = packed.split([len(part) for part in parts])
+    ids, positions, slots, cu_q_device, cu_k_device, last, rows_R, tables = packed.split([len(part) for part in parts])
     batch = PrefillBatch(
-        input_ids_T=ids, positions_T=positions, slot_mapping_T=slots, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        input_ids_T=ids, positions_T=positions, slot_mapping_T=slots,
+        cu_seqlens_q=cu_q_device, cu_seqlens_k=cu_k_device,
         max_seqlen_q=int(lens_q.max()), max_seqlen_k=int(lens_k.max()), last_token_indices_R=last.long(),
         block_tables_RB=tables.view(len(items), num_columns) if has_prefix else None)
     return batch, rows_R
@@ -156,5 +156,5 @@ def _to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _join(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

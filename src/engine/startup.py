@@ -148,9 +148,10 @@ class EngineStartup:
         if kv.tokens is not None:
             return math.ceil(kv.tokens / self._block_size) * self.block_bytes
         if kv.bytes is not None:
+            if kv.bytes < self.block_bytes:
+                raise ValueError(f"kv.bytes must be at least one block of {self._block_size} tokens, "
+                                 f"{self.block_bytes} bytes; got {kv.bytes}")
             return kv.bytes
-        if self.device.type == "cuda":
-            raise ValueError("kv.policy=fixed needs kv.bytes, kv.tokens or kv.num_blocks on a GPU")
         return min(DEFAULT_CPU_KV_BYTES, self._useful_blocks() * self.block_bytes)
 
     def _useful_blocks(self) -> int:
@@ -162,18 +163,18 @@ class EngineStartup:
             num_blocks = num_bytes // self.block_bytes
             if num_blocks < 1:
                 raise ValueError(self._shortage(num_bytes))
-            is_stated = any(getattr(self._config.kv, name) is not None for name in ("bytes", "tokens", "num_blocks"))
-            if not is_stated:
+            if not self._config.kv.is_size_stated:
                 num_blocks = min(num_blocks, self._useful_blocks())
             self.kv_cache = KVCache.allocate(self.source.architecture, num_blocks, self._block_size,
                                              self.source.dtype, self.device)
 
     def _shortage(self, num_bytes: int) -> str:
-        graphs = sum(self._planned_graph_bytes or (0, 0))
+        used, weights = self.gauge.used_bytes() / GIB, self.decoder.num_bytes / GIB
+        graphs = sum(self._planned_graph_bytes or (0, 0)) / GIB
         return (f"KV cache needs 1 block of {self.block_bytes / MIB:.1f} MiB but {num_bytes / MIB:.0f} MiB is left: "
-                f"limit {self.limit_bytes() / GIB:.1f} GiB, in use on the device {self.gauge.used_bytes() / GIB:.1f} GiB "
-                f"(weights {self.decoder.num_bytes / GIB:.1f} GiB), activations {self._activation_bytes / GIB:.1f} GiB, "
-                f"graphs {graphs / GIB:.1f} GiB")
+                f"limit {self.limit_bytes() / GIB:.1f} GiB, in use on the device {used:.1f} GiB "
+                f"(weights {weights:.1f} GiB), activations {self._activation_bytes / GIB:.1f} GiB, "
+                f"graphs {graphs:.1f} GiB")
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from experiments.tracking import Tracker
 
 PLOTS_DIRECTORY = "plots"
-MIN_REPORT_WIDTH = 120  # columns where standard output is no terminal
+REPORT_WIDTH = 140  # columns where standard output is no terminal
 
 
 def run_one(config: Config, directory: Path, overrides: Sequence[str] = (), command: Sequence[str] = (),
@@ -67,14 +67,21 @@ def finish_sweep(directory: Path) -> None:
 
 
 def _execute_tracked(config: Config, name: str, sweep: str | None) -> "tuple[Outcome, Tracker]":
-    """The run's outcome, and the tracker that followed it. Tracking that cannot be had fails the run."""
+    """The run's outcome, and the tracker that followed it. A bad workload and tracking that cannot be had fail it."""
     from experiments.progress import progress_display
     from experiments.runner import execute
     from experiments.tracking import NoTracker, TrackerError, make_tracker
+    from experiments.workload import draw_workload
 
     tracker: Tracker = NoTracker()
     try:
+        draw_workload(config)  # what is wrong with it is said before anything is started
         tracker = make_tracker(config, name, sweep, anchored(config.run.output_root))
+    except ValueError as error:
+        return Failed(str(error), is_users=True), tracker
+    except KeyboardInterrupt:
+        return Failed(INTERRUPTED), tracker
+    try:
         with progress_display(name, is_interactive=not config.run.isolate) as show:
             return execute(config, show, tracker.start), tracker
     except TrackerError as error:
@@ -111,7 +118,7 @@ def _conclude(outcome: Outcome, result: RunResult, tracker: "Tracker", directory
         run_files.write_failure(directory, outcome)
     write_result(directory, result)
     tracker.finish(result, finished, plots)
-    report.print_run(_console(is_error=finished is None), result, finished, directory)
+    report.print_run(_console(is_error=finished is None), result, outcome, directory)
 
 
 def _console(is_error: bool = False) -> "Console":
@@ -119,4 +126,4 @@ def _console(is_error: bool = False) -> "Console":
     from rich.console import Console
 
     stream = sys.stderr if is_error else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else MIN_REPORT_WIDTH, highlight=False)
+    return Console(file=stream, width=None if stream.isatty() else REPORT_WIDTH, highlight=False)

@@ -28,8 +28,8 @@ from experiments.config import Config
 from experiments.paths import repository_root
 
 USAGE_ERROR, RUN_FAILED, INTERRUPTED = 2, 1, 130
-HYDRA_FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--config-dir", "-cd", "--config-path",
-                          "-cp", "--info", "-i", "--experimental-rerun")
+HYDRA_FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--config-dir", "-cd",
+                          "--config-path", "-cp", "--info", "-i", "--experimental-rerun")
 CONFIG_DIRECTORY = repository_root() / "conf"
 
 
@@ -141,7 +141,7 @@ def _check_key(key: str, text: str) -> None:
     path = ""
     for part in key.split("."):
         if not is_dataclass(cls):
-            if get_origin(cls) is dict or dict in map(get_origin, get_args(cls)):
+            if dict in (get_origin(cls), *(get_origin(argument) for argument in get_args(cls))):
                 return  # a free mapping, such as rope_scaling
             raise ValueError(f"{text}: {path} has no keys of its own")
         hints = get_type_hints(cls)
@@ -166,7 +166,7 @@ def explain(error: Exception) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, MissingConfigException):
-        options = [line for line in lines[1:] if "=" not in line and not line.startswith(("Config search", "Available"))]
+        options = [line for line in lines[1:] if "=" not in line and " " not in line]
         return f"{lines[0]}; available: {', '.join(options)}"
     if cause is not None:
         return f"{lines[0].removeprefix('Error merging override ')}: {str(cause).splitlines()[0]}"

@@ -92,9 +92,10 @@ class Config:
         longest = self.workload.prompt_tokens + self.workload.max_tokens
         if self.workload.kind == "fixed" and longest > self.model.max_model_len:
             raise ValueError(f"workload.prompt_tokens={self.workload.prompt_tokens} + workload.max_tokens="
-                             f"{self.workload.max_tokens} must be at most model.max_model_len={self.model.max_model_len}")
+                             f"{self.workload.max_tokens} must be at most "
+                             f"model.max_model_len={self.model.max_model_len}")
 
     def engine_config(self) -> EngineConfig:
         """The part that the engine is built from."""
-        return EngineConfig(model=self.model, device=self.device, scheduler=self.scheduler, graph=self.graph, kv=self.kv,
-                            kernels=self.kernels, sampler=self.sampler)
+        return EngineConfig(model=self.model, device=self.device, scheduler=self.scheduler, graph=self.graph,
+                            kv=self.kv, kernels=self.kernels, sampler=self.sampler)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.records import StartupRecord
-from experiments.messages import Answer, Finished
+from experiments.messages import Answer, Failed, Finished, Outcome
 from experiments.metrics import LATENCIES, METRICS
 from experiments.result import RunResult
 from experiments.run_files import ERROR_FILE, OUTPUTS_FILE
@@ -54,16 +54,16 @@ def format_value(value: float | None, unit: str) -> str:
     return f"{number} {unit}" if unit in ("ms", "s", "tokens/s", "requests/s") else number
 
 
-def print_run(console: Console, result: RunResult, finished: Finished | None, directory: Path) -> None:
+def print_run(console: Console, result: RunResult, outcome: Outcome, directory: Path) -> None:
     """Print what a run came to: answers, tables, warnings and where its files lie; or why it failed."""
-    if finished is not None:
-        for part in finished_parts(result, finished):
+    if isinstance(outcome, Finished):
+        for part in finished_parts(result, outcome):
             console.print(part)
     for warning in result.warnings:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     if not result.is_finished:
         console.print(Text(f"{result.name} failed: {result.reason}", style="bold red"), soft_wrap=True)
-    for line in location_lines(result, directory):
+    for line in location_lines(result, outcome, directory):
         console.print(Text(line), soft_wrap=True)
 
 
@@ -80,8 +80,10 @@ def finished_parts(result: RunResult, finished: Finished) -> list[RenderableType
 def answers_table(answers: Sequence[Answer]) -> Table:
     """The first line of each answer beside its prompt."""
     table = Table("", "prompt", "answer", "ended", box=SIMPLE)
+    for column in table.columns[1:3]:
+        column.no_wrap = True
     for number, answer in enumerate(answers[:MAX_ANSWERS]):
-        said = Text(answer.error, style="red") if answer.error else Text(first_line(answer.text, ANSWER_CHARS))
+        said = Text(answer.error, "red", no_wrap=False) if answer.error else Text(first_line(answer.text, ANSWER_CHARS))
         table.add_row(str(number), Text(first_line(answer.label, LABEL_CHARS)), said, answer.finish_reason)
     if (num_more := len(answers) - MAX_ANSWERS) > 0:
         table.add_row("", f"and {num_more} more in {OUTPUTS_FILE}", "", "")
@@ -143,10 +145,10 @@ def startup_table(startup: StartupRecord) -> Table:
     return table
 
 
-def location_lines(result: RunResult, directory: Path) -> Iterable[str]:
-    """Where the run's files lie."""
+def location_lines(result: RunResult, outcome: Outcome, directory: Path) -> Iterable[str]:
+    """Where the run's files lie; the traceback is left out where the reason says it all."""
     yield f"files:  {directory}"
-    if (directory / ERROR_FILE).is_file():
+    if isinstance(outcome, Failed) and outcome.traceback and not outcome.is_users:
         yield f"error:  {directory / ERROR_FILE}"
     if result.tracker:
         yield f"wandb:  {result.tracker['location']} ({result.tracker['mode']}: {result.tracker['why']})"

@@ -23,7 +23,6 @@ SUMMARY_SCHEMA_VERSION = 1
 MAIN_METRICS = {
     "tokens/s": "throughput/output_throughput",
     "TTFT p50 ms": "latency/ttft_ms_p50",
-    "ITL p50 ms": "latency/itl_ms_p50",
     "ITL p99 ms": "latency/itl_ms_p99",
     "decode step ms": "scheduler/decode_step_ms_p50",
     "replayed": "graph/graph_hit_rate",
@@ -91,7 +90,8 @@ def summary_table(sweep: Path, points: Sequence[Point]) -> Table:
     differing = differing_overrides(results)
     shown = {title: name for title, name in MAIN_METRICS.items() if any(name in result.metrics for result in results)}
     num_failed = sum(not result.is_finished for result in results)
-    table = Table(title=f"{sweep.name}: {len(points)} runs, {num_failed} failed", title_justify="left", box=SIMPLE)
+    table = Table(title=f"{sweep.name}: {len(points)} runs, {num_failed} failed", title_justify="left", box=SIMPLE,
+                  padding=0, pad_edge=False)
     for key in differing[0] if differing else ():
         table.add_column(key.rpartition(".")[2], overflow="fold")
     table.add_column("status")

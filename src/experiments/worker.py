@@ -28,7 +28,7 @@ Report = Callable[[Progress], None]
 
 def serve(config: Config, report: Report) -> Finished:
     """Execute the run. Raises ValueError for what the configuration, a workload file or the model got wrong."""
-    drafts = draw_workload(config)  # before the model, so that a wrong file is said at once
+    drafts = draw_workload(config)
     seconds: dict[str, float] = {}
     report(Progress("import torch"))
     start_s = time.perf_counter()

@@ -25,6 +25,8 @@ class ChatTokenizer(Protocol):
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         ...
+NO_TOKENIZER = ("workload=text needs a tokenizer and this model has none: choose workload=fixed, or a model that comes "
+                "with one (model.path=...)")
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,14 @@ def _token_ids(prompt: Conversation | tuple[int, ...], tokenizer: ChatTokenizer 
     if not isinstance(prompt, Conversation):
         return tuple(token_id % vocab_size for token_id in prompt)
     if tokenizer is None:
-        raise ValueError("workload=text needs a tokenizer and this model has none: choose workload=fixed, or a model "
-                         "with weights (model.path=...)")
+        raise ValueError(NO_TOKENIZER)
     return tuple(tokenizer.encode_chat(prompt.messages))
 
 
 def _text(config: Config) -> list[Draft]:
     """Conversations from a .jsonl file, answered until the model stops."""
+    if config.model.path is None:
+        raise ValueError(NO_TOKENIZER)
     path = config.workload.path
     source = Path(path).expanduser() if path else files("experiments") / "data" / "prompts.jsonl"
     prompts = list(_read_prompts(source))[:config.workload.num_requests]

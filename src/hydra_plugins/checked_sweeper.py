@@ -14,7 +14,8 @@ class CheckedSweeper(BasicSweeper):
     """A typing error in the last point is reported before the first has spent an hour."""
 
     def sweep(self, arguments: list[str]) -> Any:
-        from experiments.cli import to_config  # here, because Hydra imports plugins while the schema is being registered
+        # Imported here: Hydra loads its plugins while the schema is still being registered.
+        from experiments.cli import to_config
 
         assert self.hydra_context is not None and self.config is not None
         loader = self.hydra_context.config_loader

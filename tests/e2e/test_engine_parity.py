@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import VARIANTS, make_checkpoint
 from transformers import PreTrainedModel
 
 from engine import Engine, EngineConfig, GraphConfig, KVConfig, ModelConfig, SamplingParams, SchedulerConfig
+from tiny_models import VARIANTS, make_checkpoint
 
 BLOCK_SIZE = 16
 MAX_TOKENS = 24

@@ -7,15 +7,25 @@ import numpy as np
 import pytest
 import torch
 
-from engine import Engine, EngineConfig, GraphConfig, KernelsConfig, KVConfig, ModelConfig, SamplingParams, SchedulerConfig
+from engine import (
+    Engine,
+    EngineConfig,
+    GraphConfig,
+    KernelsConfig,
+    KVConfig,
+    ModelConfig,
+    SamplingParams,
+    SchedulerConfig,
+)
 from engine.config import Architecture
 from engine.memory.gauge import MIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 ARCHITECTURE = Architecture(
-    family="qwen3", vocab_size=4000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
-    num_key_value_heads=4, head_dim=64, max_position_embeddings=4096, qk_norm=True, tie_word_embeddings=True)
+    family="qwen3", vocab_size=4000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4,
+    num_attention_heads=8, num_key_value_heads=4, head_dim=64, max_position_embeddings=4096, qk_norm=True,
+    tie_word_embeddings=True)
 CONFIG = EngineConfig(
     model=ModelConfig(architecture=ARCHITECTURE, dtype="bfloat16", max_model_len=1024), device="cuda",
     scheduler=SchedulerConfig(max_num_seqs=24), graph=GraphConfig(buckets="nano_vllm"), kv=KVConfig(tokens=32768))

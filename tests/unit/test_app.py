@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from engine.config import ModelConfig
 from experiments.app import run_one
 from experiments.config import Config, RunConfig, TrackerConfig, WorkloadConfig
 from experiments.messages import INTERRUPTED, Failed
@@ -58,8 +59,10 @@ def test_tracking_that_cannot_be_had_fails_the_run_before_it_starts(tmp_path, mo
     assert result.reason is not None and result.reason.startswith("tracker.mode=online: no key was found")
 
 
-def test_a_real_child_refuses_a_missing_prompt_file_in_one_line(tmp_path, capsys):
-    config = config_in(tmp_path, workload=WorkloadConfig(kind="text", path="nowhere.jsonl"))
+def test_a_missing_prompt_file_is_refused_in_one_line_before_anything_is_started(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("experiments.runner.execute", lambda *args: pytest.fail("the run was started"))
+    config = config_in(tmp_path, model=ModelConfig(path="somewhere"),
+                       workload=WorkloadConfig(kind="text", path="nowhere.jsonl"))
     result = run_one(config, tmp_path / "run")
     assert result.reason == "workload.path=nowhere.jsonl is not a file"
     assert "Traceback" not in capsys.readouterr().err

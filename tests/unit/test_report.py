@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from experiments.messages import Answer
+from experiments.messages import Answer, Failed
 from experiments.report import MAX_ANSWERS, first_line, format_value, print_run
 from experiments.result import write_result
 from experiments.sweep import collect, differing_overrides, failures, summary_table, write_summary
@@ -22,9 +22,9 @@ def printed(*parts):
     return console.file.getvalue()
 
 
-def report(result, finished, directory):
+def report(result, outcome, directory):
     console = Console(file=io.StringIO(), width=200)
-    print_run(console, result, finished, directory)
+    print_run(console, result, outcome, directory)
     return console.file.getvalue()
 
 
@@ -85,10 +85,15 @@ def test_many_answers_are_cut_and_their_number_is_said(tmp_path):
 
 
 def test_a_failed_run_shows_its_reason_and_its_traceback_file(tmp_path):
-    (tmp_path / "error.txt").touch()
-    text = report(make_result(reason="KeyError: [7]"), None, tmp_path)
+    text = report(make_result(reason="KeyError: [7]"), Failed("KeyError: [7]", "Traceback ..."), tmp_path)
     assert "tiny fixed failed: KeyError: [7]" in text
     assert str(tmp_path / "error.txt") in text
+
+
+def test_what_the_user_got_wrong_is_shown_without_a_traceback_file(tmp_path):
+    failed = Failed("kv.bytes must be at least 1; got 0", "Traceback ...", is_users=True)
+    text = report(make_result(reason=failed.reason), failed, tmp_path)
+    assert failed.reason in text and "error.txt" not in text
 
 
 def test_points_are_collected_in_the_order_in_which_they_ran(tmp_path):

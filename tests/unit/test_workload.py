@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import SamplerConfig
+from engine.config import ModelConfig, SamplerConfig
 from experiments.config import WORKLOADS, WorkloadConfig
 from experiments.workload import WORKLOAD_KINDS, build_workload, draw_workload
 from run_records import make_config
@@ -23,7 +23,8 @@ class WordTokenizer:
 
 
 def text_config(path=None, **workload):
-    return make_config(workload=WorkloadConfig(kind="text", path=None if path is None else str(path), **workload))
+    workload = WorkloadConfig(kind="text", path=None if path is None else str(path), **workload)
+    return make_config(model=ModelConfig(path="somewhere"), workload=workload)
 
 
 def write_lines(path, *entries):
@@ -120,3 +121,5 @@ def test_a_missing_or_empty_file_is_refused_before_a_model_is_loaded(tmp_path):
 def test_text_without_a_tokenizer_says_what_to_choose_instead():
     with pytest.raises(ValueError, match=r"workload=text needs a tokenizer.*workload=fixed.*model.path"):
         build_workload(text_config(), None, 1000)
+    with pytest.raises(ValueError, match="workload=text needs a tokenizer"):
+        draw_workload(make_config(workload=WorkloadConfig(kind="text")))

@@ -1,9 +1,9 @@
 """Capture and replay of the decode forward, one graph for each bucket.
 
-A graph fixes shapes and addresses: it is captured on the static batch and leaves the hidden states in a static output, so
-replaying is one call after the step has been written there. Largest first, so that smaller graphs reuse the pool the
-largest has sized. Without CUDA a closure over the same buffers stands in for the graph (`emulated`), which keeps every rule
-about addresses, padding and lookup true on a CPU.
+A graph fixes shapes and addresses: it is captured on the static batch and leaves the hidden states in a static output,
+so replaying is one call after the step has been written there. Largest first, so that smaller graphs reuse the pool the
+largest has sized. Without CUDA a closure over the same buffers stands in for the graph (`emulated`), which keeps every
+rule about addresses, padding and lookup true on a CPU.
 """
 
 import gc

@@ -1,8 +1,8 @@
 """The decode batch at fixed addresses, which graphs are captured against and every decode step is written into.
 
-A step is assembled in pinned host memory and reaches the device in two copies. Two host buffers take turns, so that a step
-can be assembled while the copies of the step before are still queued. Padding is written on the host too: slot -1 stores
-nothing, context length 0 attends to nothing, the scratch row supplies a token and takes one.
+A step is assembled in pinned host memory and reaches the device in two copies. Two host buffers take turns, so that a
+step can be assembled while the copies of the step before are still queued. Padding is written on the host too: slot -1
+stores nothing, context length 0 attends to nothing, the scratch row supplies a token and takes one.
 """
 
 import numpy as np

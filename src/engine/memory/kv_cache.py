@@ -1,6 +1,6 @@
-"""The paged KV cache: one block-major tensor [N blocks, L layers, key or value, S tokens, K KV heads, D head dimension].
+"""The paged KV cache: one block-major tensor [N blocks, L layers, key or value, S tokens, K KV heads, D head dim].
 
-A block holds all layers of its tokens, so the cache grows by whole blocks and its strides do not depend on their number.
+A block holds all layers of its tokens, so the cache grows by whole blocks and its strides do not depend on their count.
 A layer's keys are a strided view of it.
 """
 
@@ -14,7 +14,7 @@ from engine.kernels.attention import LayerCache
 
 @dataclass(frozen=True)
 class KVCache:
-    """Memory for `num_blocks` blocks of `block_size` tokens. It is not cleared: kernels never read an unwritten slot."""
+    """Memory for `num_blocks` blocks of `block_size` tokens. Not cleared: kernels never read an unwritten slot."""
 
     blocks_NLPSKD: torch.Tensor
 

@@ -1,7 +1,7 @@
 """A KV memory policy decides one thing: the order of the start-up verbs.
 
-The order is the experiment. Sizing the cache before the graphs exist guesses what they will take; sizing it after has to
-know their addresses first. Policies hold no tensors, so a fake device can test them; `engine.startup` has the real verbs.
+The order is the experiment: sizing the cache before the graphs exist guesses what they will take. Policies hold no
+tensors, so a fake device can test them; `engine.startup` has the real verbs.
 """
 
 from typing import Protocol
