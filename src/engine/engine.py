@@ -90,7 +90,7 @@ class Engine:
         return self._run_to_end(self._add_all(prompts, params))
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, arrival_s: float | None = None) -> int:
-        """Queue a prompt for the following steps; returns its request id. `arrival_s` is on perf_counter's clock.
+        """Queue a prompt for the following steps; returns its request id. `arrival_s` is perf_counter's.
 
         Without `params`, those of the configuration's sampler section hold.
         """

@@ -20,12 +20,16 @@ def steps_over_time(steps: Sequence[StepRecord], startup: StartupRecord) -> Figu
     time_s = [row["time_s"] for row in rows]
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     batch, kv, path = figure.subplots(3, 1, sharex=True, height_ratios=(2, 2, 1))
-    batch.plot(time_s, [row["scheduler/batch_size"] for row in rows], label="batch size")
-    batch.plot(time_s, [row["scheduler/waiting"] for row in rows], label="waiting", color="tab:gray", linestyle="--")
-    batch.set_ylabel("requests")
-    batch.legend(loc="upper right")
+    batch.plot(time_s, [row["scheduler/batch_size"] for row in rows])
+    batch.set_ylabel("batch size", color="tab:blue")
+    batch.set_ylim(bottom=0)
+    waiting = batch.twinx()  # thousands may wait where a few run
+    waiting.plot(time_s, [row["scheduler/waiting"] for row in rows], color="tab:gray", linestyle="--")
+    waiting.set_ylabel("waiting requests", color="tab:gray")
+    waiting.set_ylim(bottom=0)
     kv.plot(time_s, [row["kv/used_blocks"] / startup.num_kv_blocks * 100 for row in rows], color="tab:green")
     kv.set_ylabel(f"KV blocks used, %\nof {startup.num_kv_blocks:,}")
+    kv.set_ylim(bottom=0)
     replayed = [row["graph/replayed_share"] * 100 for row in rows]
     path.fill_between(time_s, replayed, step="mid", color="tab:purple", alpha=0.5)
     path.set_ylabel("replayed, %")
@@ -46,6 +50,7 @@ def latency_histograms(requests: Sequence[RequestRecord]) -> Figure:
         if values := samples[name]:
             # Requests of one prefill share a TTFT up to rounding: bins are at least a nanosecond wide.
             low, high = min(values), max(values)
+            axes.set_yscale("log")  # the tail is what matters, and is a few of thousands
             axes.hist(values, bins=np.linspace(low, max(high, low + NUM_BINS * 1e-6), NUM_BINS + 1).tolist())
             for percentile, style in ((50, "-"), (99, ":")):
                 at = float(np.percentile(values, percentile))

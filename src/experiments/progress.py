@@ -40,11 +40,13 @@ def _bar(name: str) -> Iterator[Report]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                TextColumn("{task.fields[detail]}"), TimeElapsedColumn())
     with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=None, detail="start")
+        bar.console.print(name, markup=False, highlight=False)
+        task = bar.add_task("start", total=None, detail="")
 
         def show(progress: Progress) -> None:
-            detail = progress.stage if progress.num_tokens is None else \
-                f"requests, {progress.num_tokens:,} tokens, batch {progress.batch_size}"
-            bar.update(task, total=progress.num_requests, completed=progress.num_finished or 0, detail=detail)
+            is_serving = progress.num_tokens is not None
+            detail = f"{progress.num_tokens:,} tokens, batch {progress.batch_size}" if is_serving else ""
+            bar.update(task, description=progress.stage, total=progress.num_requests,
+                       completed=progress.num_finished or 0, detail=detail)
 
         yield show

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
@@ -85,6 +85,7 @@ def _in_child(config: Config, show: Report, on_start: OnStart, target: Target) -
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
     """Block Ctrl-C while a child is started: the child inherits the block, the parent gets the signal afterwards."""
+    resource_tracker.ensure_running()  # starting a child would start it, and that unblocks Ctrl-C again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

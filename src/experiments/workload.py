@@ -19,14 +19,15 @@ from experiments.config import Config
 
 DEFAULT_NUM_REQUESTS = 256  # of random workloads
 RANDOM_TOKEN_IDS = 1 << 30  # `fixed` draws below this, far above any vocabulary; binding folds it into the model's
+NO_TOKENIZER = ("workload=text needs a tokenizer and this model has none: choose workload=fixed, or a model that comes "
+                "with one (model.path=...)")
+
 
 class ChatTokenizer(Protocol):
     """What a workload of text needs of the model's tokenizer."""
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         ...
-NO_TOKENIZER = ("workload=text needs a tokenizer and this model has none: choose workload=fixed, or a model that comes "
-                "with one (model.path=...)")
 
 
 @dataclass(frozen=True)

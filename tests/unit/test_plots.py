@@ -11,7 +11,7 @@ PNG_SIGNATURE = b"\x89PNG"
 
 def test_steps_over_time_show_batch_size_kv_use_and_path():
     figure = steps_over_time([make_step(0, "prefill"), make_step(1), make_step(2)], make_startup())
-    batch, kv, path = figure.axes
+    batch, kv, path, _ = figure.axes
     assert list(batch.lines[0].get_ydata()) == [3, 3, 3]
     assert list(kv.lines[0].get_ydata()) == [3 / 16 * 100] * 3
     assert "replayed" in path.get_ylabel()
