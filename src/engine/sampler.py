@@ -9,6 +9,7 @@ Shape letters: R requests (rows), V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -64,7 +65,7 @@ def sample_by_race(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tenso
         return greedy_R.int()
     if batch.needs_filter:
         logits_RV = filter_logits(logits_RV, batch)
-    return torch.where(batch.temperature_R > 0, _race(logits_RV, batch.temperature_R), greedy_R).int()
+    return torch.where(batch.temperature_R > 0, _compiled_race()(logits_RV, batch.temperature_R), greedy_R).int()
 
 
 IMPLEMENTATIONS: dict[str, Sampler] = {"torch": sample_by_seed, "compiled": sample_by_race}
@@ -111,7 +112,12 @@ def _scale(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor
     return logits_RV.float() / torch.where(temperature_R > 0, temperature_R, 1.0)[:, None]
 
 
-@torch.compile(dynamic=True)
+@cache
+def _compiled_race() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    # Not a decorator: naming the compiler at import costs every run seconds, whichever sampler it uses.
+    return torch.compile(_race, dynamic=True)
+
+
 def _race(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
     probs_RV = _scale(logits_RV, temperature_R).softmax(-1)
     return (probs_RV / torch.empty_like(probs_RV).exponential_(1).clamp_min_(1e-10)).argmax(-1)

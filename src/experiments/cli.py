@@ -31,6 +31,7 @@ USAGE_ERROR, RUN_FAILED, INTERRUPTED = 2, 1, 130
 HYDRA_FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--config-dir", "-cd",
                           "--config-path", "-cp", "--info", "-i", "--experimental-rerun")
 CONFIG_DIRECTORY = repository_root() / "conf"
+HYDRA_SETTINGS = Path(__file__).parent / "data" / "hydra.yaml"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, and `explain` can say them in one line
     statuses: list[str] = []
+    sweeps: set[Path] = set()
     refused: list[ValueError] = []
 
     def job(composed: DictConfig) -> None:
@@ -47,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ValueError as error:  # raised here, Hydra would print a line of its own above ours
             refused.append(error)
         else:
-            statuses.append(_run_job(config))
+            if (sweep := _sweep_directory()) is not None:
+                sweeps.add(sweep)
+            statuses.append(_run_job(config, sweep))
 
     try:
         check_keys(arguments)
@@ -64,18 +68,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    finally:
+        for sweep in sweeps:
+            app.finish_sweep(sweep)
     return RUN_FAILED if any(status != "finished" for status in statuses) else 0
 
 
-def _run_job(config: Config) -> str:
+def _sweep_directory() -> Path | None:
+    """Where the points of this sweep go; None for a single run."""
+    hydra_config = HydraConfig.get()
+    return Path(hydra_config.sweep.dir) if hydra_config.mode == RunMode.MULTIRUN else None
+
+
+def _run_job(config: Config, sweep: Path | None) -> str:
     """Run one point; returns its status."""
     hydra_config = HydraConfig.get()
-    is_sweep = hydra_config.mode == RunMode.MULTIRUN
-    directory, sweep_directory = Path(hydra_config.runtime.output_dir), Path(hydra_config.sweep.dir)
-    sweep = sweep_directory.name if is_sweep else None
-    result = app.run_one(config, directory, overrides=hydra_config.overrides.task, command=sys.argv, sweep=sweep)
-    if is_sweep:
-        app.finish_sweep(sweep_directory)
+    result = app.run_one(config, Path(hydra_config.runtime.output_dir), overrides=hydra_config.overrides.task,
+                         command=sys.argv, sweep=sweep.name if sweep else None)
     return result.status
 
 
@@ -85,6 +94,8 @@ def _register() -> None:
     # Cached, so that one run has one id wherever it is asked for.
     OmegaConf.register_new_resolver("unique", lambda: uuid.uuid4().hex[:6], use_cache=True, replace=True)
     ConfigStore.instance().store(name="schema", node=schema())
+    # Stored, so that a saved configuration finds it when its own directory is the one that Hydra searches.
+    ConfigStore.instance().store(name="encore", node=OmegaConf.load(HYDRA_SETTINGS), package="_global_")
     ConfigStore.instance().store(group="hydra/sweeper", name="checked", provider="encore", node={
         "_target_": "hydra_plugins.checked_sweeper.CheckedSweeper", "max_batch_size": None, "params": None})
 
@@ -167,7 +178,7 @@ def explain(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, MissingConfigException):
         options = [line for line in lines[1:] if "=" not in line and " " not in line]
-        return f"{lines[0]}; available: {', '.join(options)}"
+        return lines[0] + (f"; available: {', '.join(options)}" if options else "")
     if cause is not None:
         return f"{lines[0].removeprefix('Error merging override ')}: {str(cause).splitlines()[0]}"
     if isinstance(error, OmegaConfBaseException) and error.full_key:

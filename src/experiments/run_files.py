@@ -32,7 +32,7 @@ def write_config(directory: Path, config: Config) -> None:
     text = OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
     head = ("# Run again from the repository, DIRECTORY being the one of this file:\n"
             "#   python run.py --config-path=DIRECTORY --config-name=config\n")
-    (directory / CONFIG_FILE).write_text(f"{head}defaults:\n- schema\n- _self_\n{text}", encoding="utf-8")
+    (directory / CONFIG_FILE).write_text(f"{head}defaults:\n- schema\n- encore\n- _self_\n{text}", encoding="utf-8")
 
 
 def write_environment(directory: Path, environment: Mapping[str, Any]) -> None:

@@ -89,7 +89,7 @@ def test_the_written_config_is_the_run_whole_and_names_the_schema(tmp_path):
     config = make_config(graph=GraphConfig(buckets=[1, 2, 4]), run=RunConfig(name="yes"))
     write_config(tmp_path, config)
     written = OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"))
-    assert written.pop("defaults") == ["schema", "_self_"]
+    assert written.pop("defaults") == ["schema", "encore", "_self_"]
     assert written == asdict(config)
 
 
