@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.config import DEFAULT_CPU_KV_BYTES, EngineConfig, KVConfig
-from engine.kernels.attention import choose_attention, default_block_size
+from engine.kernels.attention import choose_attention
 from engine.memory.gauge import MIB
 from engine.memory.policies import KV_MEMORY_POLICIES
 from engine.model.source import resolve_model
@@ -59,7 +59,7 @@ def _choose_block_size(kv: KVConfig, attention: "AttentionBackend", choices: dic
     if kv.block_size != "auto":
         attention.check_block_size(kv.block_size)
         return kv.block_size
-    block_size = default_block_size(attention)
+    block_size = attention.default_block_size
     choices["kv.block_size"] = f"{block_size} tokens: the default for {attention.name}"
     return block_size
 

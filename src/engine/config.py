@@ -165,7 +165,7 @@ class KVConfig:
     bytes: Optional[int] = None
     tokens: Optional[int] = None
     num_blocks: Optional[int] = None
-    block_size: Any = "auto"  # tokens a block; auto: 256 with flash_attn (its pages need multiples of 256), else 64
+    block_size: Any = "auto"  # tokens a block; auto: 256 for flash_attn, 128 for reference, 64 for triton
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:

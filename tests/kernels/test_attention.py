@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kernels import paged_decode, reference
-from engine.kernels.attention import choose_attention, default_block_size
+from engine.kernels.attention import choose_attention
 from engine.kernels.reference import ReferenceAttention
 from engine.kernels.triton_attention import TritonAttention
 from kernels.attention_cases import Pages, decode_batch, fill_pages, prefill_case, textbook
@@ -135,7 +135,7 @@ def test_triton_on_a_cpu_is_refused_outside_its_interpreter(monkeypatch):
 
 
 def test_a_block_size_that_the_kernels_cannot_read_is_refused_by_its_key():
-    assert default_block_size(TritonAttention()) == default_block_size(ReferenceAttention()) == 64
+    TritonAttention().check_block_size(TritonAttention.default_block_size)
     for block_size in (8, 48):
         with pytest.raises(ValueError, match=f"kv.block_size .* got {block_size}"):
             TritonAttention().check_block_size(block_size)

@@ -36,7 +36,7 @@ class AttentionBackend(ABC):
     """Three operations on one layer. Implementations launch no host synchronisation in `store` and `decode`."""
 
     name: str
-    default_block_size = 64
+    default_block_size: int  # tokens a KV block when kv.block_size is auto
 
     def check_block_size(self, block_size: int) -> None:  # noqa: B027 - a backend without a bound inherits this
         """Raise ValueError where the backend cannot read a cache of `block_size` tokens a block."""
@@ -80,11 +80,6 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype,
     if need := _find_missing(requested, device, dtype, head_dim):
         raise ValueError(f"kernels.attention={requested} needs {need}; got {setting}")
     return _build(requested), f"{requested} was asked for ({setting})"
-
-
-def default_block_size(backend: AttentionBackend) -> int:
-    """Tokens a KV block when `kv.block_size` is auto: 256 for flash_attn, 64 otherwise."""
-    return backend.default_block_size
 
 
 def _build(name: str) -> AttentionBackend:

@@ -19,6 +19,7 @@ class TritonAttention(AttentionBackend):
     """Written for Hopper, compiled for what it runs on; under TRITON_INTERPRET=1 it runs on a CPU, for tests."""
 
     name = "triton"
+    default_block_size = 64
 
     def check_block_size(self, block_size: int) -> None:
         if block_size < MIN_BLOCK_SIZE or block_size & (block_size - 1):

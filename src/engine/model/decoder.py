@@ -30,6 +30,20 @@ class StepInputs:
     sine_T1D: torch.Tensor
 
 
+FEW_ROWS = range(2, 33)
+
+
+def project(x_TE: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T + b, [T, rows of W].
+
+    On a CPU a float32 product of a decode batch is computed as (W x^T)^T: 1.2 to 2 times as fast in MKL for few rows.
+    """
+    if x_TE.is_cpu and x_TE.dtype == torch.float32 and len(x_TE) in FEW_ROWS:
+        out_TE = torch.mm(weight, x_TE.t()).t().contiguous()
+        return out_TE if bias is None else out_TE.add_(bias)
+    return F.linear(x_TE, weight, bias)
+
+
 class Linear:
     """x W^T + b, where W stacks the checkpoint matrices `parts` (name -> output features)."""
 
@@ -40,7 +54,7 @@ class Linear:
         self.bias = torch.empty(sum(parts.values()), dtype=dtype, device=device) if has_bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return project(x, self.weight, self.bias)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         sizes = list(self.parts.values())
@@ -157,7 +171,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """Next-token logits [R, V] of hidden states that `forward` returned."""
-        return F.linear(hidden_RE, self.head)
+        return project(hidden_RE, self.head)
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of a checkpoint by its Hugging Face name, as a view of where it lies here; tied ones once."""
