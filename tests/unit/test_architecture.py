@@ -41,7 +41,7 @@ def test_one_file_knows_wandb():
     assert [file.name for file in sorted(EXPERIMENTS.rglob("*.py")) if "wandb" in imported(file)] == ["tracking.py"]
 
 
-@pytest.mark.parametrize("file", sorted([*ENGINE.rglob("*.py"), *EXPERIMENTS.rglob("*.py")]), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted([*ENGINE.rglob("*.py"), *EXPERIMENTS.rglob("*.py")]), ids=lambda f: f.name)
 def test_every_module_says_what_it_is_about(file):
     text = file.read_text()
     assert not text or ast.get_docstring(ast.parse(text))
