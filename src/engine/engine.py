@@ -105,7 +105,7 @@ class Engine:
 
     def _add_all(self, prompts: Sequence[Prompt], params: Params) -> list[Request]:
         if self._requests:
-        """Queue a prompt for the following steps; returns its request id. `arrival_s`: on the clock of perf_counter.
+            raise ValueError(f"{len(self._requests)} earlier requests are unfinished: step() to their end, or abort()")
         requests = self._intake.requests(prompts, params)
         for request in requests:
             self._add(request)
