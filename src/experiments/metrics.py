@@ -60,8 +60,9 @@ METRICS: dict[str, Metric] = {
     "graph/outside_bytes": Metric("bytes", "growth outside torch's allocator over all captures"),
     "scheduler/num_prefill_steps": Metric("steps", "steps that computed prompts"),
     "scheduler/num_decode_steps": Metric("steps", "steps that decoded"),
-    "scheduler/decode_step_ms_p50": Metric("ms", "median time of a decode step, scheduled to tokens read"),
-    "scheduler/prefill_step_ms_p50": Metric("ms", "median time of a prefill step, scheduled to tokens read"),
+    **{f"scheduler/{phase}_step_ms_p50": Metric("ms", f"median time that a {phase} step adds: from its scheduling, or "
+                                                "from the end of the step before it, to its tokens being read")
+       for phase in (DECODE, PREFILL)},
     "scheduler/decode_batch_size_mean": Metric("rows", "live rows of a decode step"),
     "scheduler/num_preemptions": Metric("preemptions", "times that a running request lost its KV blocks"),
     "scheduler/num_recomputed_tokens": Metric("tokens", "tokens computed again after a preemption"),
@@ -196,17 +197,27 @@ def graph_metrics(steps: Sequence[StepRecord], startup: StartupRecord) -> dict[s
     return values
 
 
+def step_durations_s(steps: Sequence[StepRecord]) -> list[float]:
+    """Seconds that each step adds to those before it.
+
+    Steps overlap when the host runs ahead; counted from its scheduling, each would then hold its predecessor's end too.
+    """
+    before_s = [float("-inf"), *(step.end_s for step in steps[:-1])]
+    return [step.end_s - max(step.start_s, end_s) for step, end_s in zip(steps, before_s, strict=True)]
+
+
 def scheduler_metrics(steps: Sequence[StepRecord], requests: Sequence[RequestRecord]) -> dict[str, float]:
     """How many steps there were, how long they took, and what preemption cost."""
     values: dict[str, float] = {
         "scheduler/num_preemptions": sum(request.num_preemptions for request in requests),
         "scheduler/num_recomputed_tokens": sum(request.num_recomputed_tokens for request in requests),
     }
+    durations_s = step_durations_s(steps)
     for phase in (PREFILL, DECODE):
         of_phase = [step for step in steps if step.phase == phase]
         values[f"scheduler/num_{phase}_steps"] = len(of_phase)
         if of_phase:
-            median_s = np.median([step.end_s - step.start_s for step in of_phase])
+            median_s = np.median([s for s, step in zip(durations_s, steps, strict=True) if step.phase == phase])
             values[f"scheduler/{phase}_step_ms_p50"] = float(median_s) * 1e3
             if phase == DECODE:
                 values["scheduler/decode_batch_size_mean"] = float(np.mean([step.num_requests for step in of_phase]))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from engine.records import GRAPH, StartupRecord, StepRecord
+from experiments.metrics import step_durations_s
 
 MAX_POINTS = 500
 
@@ -37,7 +38,7 @@ def _point(group: Sequence[StepRecord], duration_s: float, startup: StartupRecor
         "graph/padded_rows": sum(step.num_padded_rows for step in group) / num,
         "graph/replayed_share": sum(step.path == GRAPH for step in group) / num,
         "memory/kv_used_bytes": used_blocks * startup.block_size * startup.kv_bytes_per_token,
-        "latency/step_ms": sum(step.end_s - step.start_s for step in group) / num * 1e3,
+        "latency/step_ms": sum(step_durations_s(group)) / num * 1e3,
     }
     if duration_s > 0:
         point["throughput/output_tokens_per_s"] = sum(step.num_requests for step in group) / duration_s

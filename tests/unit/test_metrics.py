@@ -18,6 +18,7 @@ from experiments.metrics import (
     kv_metrics,
     latency_samples,
     queue_ms,
+    step_durations_s,
     steps_by_path,
     summarise,
     throughput,
@@ -173,3 +174,12 @@ def test_steps_are_counted_by_path_and_reason():
     records = [make_step(0, "prefill"), make_step(1), make_step(2),
                make_step(3, path="eager", reason="above_largest_bucket")]
     assert steps_by_path(records) == {"graph: captured": 2, "eager: prefill": 1, "eager: above_largest_bucket": 1}
+
+
+def test_overlapping_steps_are_not_counted_twice():
+    """With a commit that lags, a step is scheduled before its predecessor ends; their durations sum to the time passed."""
+    apart = [make_step(0, start_s=0.0, end_s=1.0), make_step(1, start_s=1.5, end_s=2.0)]
+    lagging = [make_step(0, start_s=0.0, end_s=1.0), make_step(1, start_s=0.5, end_s=2.0),
+               make_step(2, start_s=1.1, end_s=3.0)]
+    assert step_durations_s(apart) == [1.0, 0.5]
+    assert step_durations_s(lagging) == [1.0, 1.0, 1.0]
