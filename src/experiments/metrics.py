@@ -202,8 +202,8 @@ def step_durations_s(steps: Sequence[StepRecord]) -> list[float]:
 
     Steps overlap when the host runs ahead; counted from its scheduling, each would then hold its predecessor's end too.
     """
-    before_s = [float("-inf"), *(step.end_s for step in steps[:-1])]
-    return [step.end_s - max(step.start_s, end_s) for step, end_s in zip(steps, before_s, strict=True)]
+    return [step.end_s - max(step.start_s, steps[index - 1].end_s if index else step.start_s)
+            for index, step in enumerate(steps)]
 
 
 def scheduler_metrics(steps: Sequence[StepRecord], requests: Sequence[RequestRecord]) -> dict[str, float]:

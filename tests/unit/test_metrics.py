@@ -177,7 +177,7 @@ def test_steps_are_counted_by_path_and_reason():
 
 
 def test_overlapping_steps_are_not_counted_twice():
-    """With a commit that lags, a step is scheduled before its predecessor ends; their durations sum to the time passed."""
+    """With a commit that lags, a step is scheduled before the one before it ends; durations sum to the time passed."""
     apart = [make_step(0, start_s=0.0, end_s=1.0), make_step(1, start_s=1.5, end_s=2.0)]
     lagging = [make_step(0, start_s=0.0, end_s=1.0), make_step(1, start_s=0.5, end_s=2.0),
                make_step(2, start_s=1.1, end_s=3.0)]
