@@ -1,0 +1,114 @@
+"""`python run.py` as a user types it: from any directory, right and wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.paths import repository_root
+
+RUN = [sys.executable, str(repository_root() / "run.py")]
+SMALL = ["model=tiny", "workload=fixed", "workload.num_requests=3", "workload.prompt_tokens=9", "workload.max_tokens=4",
+         "tracker=none"]
+
+
+def run(arguments: list[str], cwd: Path, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([*RUN, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120, **options)
+
+
+def results(root: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(root.rglob("result.json"))]
+
+
+@pytest.mark.parametrize("arguments", [["graph.buckets=pow2"], ["graph.buckets=[1,2,4,8,24]"], ["graph.mode=eager"]])
+def test_a_run_leaves_its_files_from_any_directory(tmp_path, arguments):
+    done = run([*SMALL, *arguments, f"run.output_root={tmp_path}/out"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    [result] = results(tmp_path / "out")
+    assert result["status"] == "finished"
+    [directory] = (path.parent for path in (tmp_path / "out").rglob("result.json"))
+    assert {"config.yaml", "environment.json", "startup.json", "steps.parquet", "requests.jsonl", "outputs.jsonl",
+            "plots"} <= {path.name for path in directory.iterdir()}
+    assert str(directory) in done.stdout.replace("\n", "")
+
+
+def test_a_saved_configuration_runs_again_through_the_same_schema(tmp_path):
+    run([*SMALL, "graph.buckets=pow2", f"run.output_root={tmp_path}/out"], tmp_path)
+    [saved] = (tmp_path / "out").rglob("config.yaml")
+    again = run([f"--config-path={saved.parent}", "--config-name=config"], tmp_path)
+    assert again.returncode == 0, again.stderr
+    first, second = results(tmp_path / "out")
+    assert first["config"] == second["config"]
+    saved.write_text(saved.read_text().replace("max_num_seqs: 256", "max_num_seqs: 0"))
+    refused = run([f"--config-path={saved.parent}", "--config-name=config"], tmp_path)
+    assert refused.returncode == 2
+    assert "scheduler.max_num_seqs must be a whole number at least 1; got 0" in refused.stderr
+
+
+def test_a_sweep_runs_every_point_and_ends_non_zero_if_one_failed(tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    done = run(["-m", *SMALL, "scheduler.max_num_seqs=2,4", f"model.path=null,{broken}", "model.load_format=auto",
+                f"run.output_root={tmp_path}/out"], tmp_path)
+    assert done.returncode == 1
+    assert [result["status"] for result in results(tmp_path / "out")] == ["finished", "failed"] * 2
+    assert "Traceback" not in done.stderr
+    [summary] = (tmp_path / "out").rglob("summary.csv")
+    assert len(summary.read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["graph.bucket=pow2"], ["graph.bucket=pow2", "Did you mean graph.buckets?"]),
+    (["+graph.foo=1"], ["graph.foo", "mode, buckets, max_bucket"]),
+    (["nonsense=1"], ["nonsense", "model, device, scheduler"]),
+    (["graph=foo"], ["graph/foo", "eager, full"]),
+    (["model=gpt5"], ["model/gpt5", "smollm2-135m"]),
+    (["graph.buckets=pow3"], ["graph.buckets", "nano_vllm, pow2", "pow3"]),
+    (["graph.buckets=[1,1]"], ["graph.buckets", "once", "[1, 1]"]),
+    (["graph.buckets=[0]"], ["graph.buckets", "at least 1", "got 0"]),
+    (["graph.buckets=[1,300]"], ["graph.buckets", "300", "scheduler.max_num_seqs=256"]),
+    (["scheduler.max_num_seqs=abc"], ["scheduler.max_num_seqs=abc", "Integer"]),
+    (["scheduler.max_num_seqs=0"], ["scheduler.max_num_seqs", "at least 1", "got 0"]),
+    (["kv.tokens=-5"], ["kv.tokens", "at least 1", "got -5"]),
+    (["kv.tokens=5", "kv.bytes=6"], ["kv.tokens=5", "kv.bytes=6", "at most one"]),
+    (["kv.policy=fixed", "kv.memory_fraction=0.5"], ["kv.policy=fixed", "kv.memory_fraction"]),
+    (["kv.memory_fraction=1.5"], ["kv.memory_fraction", "(0, 1]", "1.5"]),
+    (["model=tiny", "model.max_model_len=9999"], ["model.max_model_len", "512", "9999"]),
+    (["scheduler.max_num_batched_tokens=100"], ["scheduler.max_num_batched_tokens=100", "model.max_model_len=4096"]),
+    (["sampler.top_p=0"], ["sampler.top_p", "(0, 1]"]),
+    (["workload=fixed", "workload.path=x"], ["workload.path", "workload=text"]),
+    (["-m", "scheduler.max_num_seqs=2,0"], ["scheduler.max_num_seqs", "got 0"]),
+    (["graph.buckets=[1,2"], ["[1,2"]),
+    (["pow2"], ["pow2", "key=value"]),
+], ids=" ".join)
+def test_a_mistake_is_one_readable_line(tmp_path, arguments, said):
+    done = run([*arguments, f"run.output_root={tmp_path}/out"], tmp_path)
+    assert done.returncode == 2
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    for text in said:
+        assert text in lines[0]
+    assert not results(tmp_path)
+
+
+def test_help_and_composition_answer_without_torch(tmp_path):
+    """Importing torch takes seconds: a poisoned one in front of the real shows that nobody asks for it."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    for arguments in (["--help"], ["--cfg", "job"], ["model=qwen3-0.6b", "--cfg", "job"]):
+        done = run(arguments, tmp_path, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"})
+        assert done.returncode == 0, done.stderr
+        assert "max_num_seqs" in done.stdout
+
+
+def test_a_breakpoint_in_the_model_stops(tmp_path):
+    hook = tmp_path / "sitecustomize.py"  # stands for a breakpoint() that a user writes into the decoder
+    hook.write_text("import engine.model.decoder as d\n"
+                    "forward = d.Decoder.forward\n"
+                    "def stopped(*args, **kwargs):\n    breakpoint()\n    return forward(*args, **kwargs)\n"
+                    "d.Decoder.forward = stopped\n")
+    environment = {"PYTHONPATH": f"{tmp_path}:{repository_root() / 'src'}", "PATH": "/usr/bin:/bin"}
+    done = run([*SMALL, "graph.mode=eager", "run.isolate=false", f"run.output_root={tmp_path}/out"], tmp_path,
+               env=environment, input="p 6 * 7\nq\n")
+    assert "(Pdb) 42" in done.stdout
