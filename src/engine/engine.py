@@ -21,7 +21,7 @@ from engine.request import Request, RequestOutput, RequestState, SamplingParams,
 from engine.runner import LaunchedStep, ModelRunner
 from engine.scheduler import make_scheduler
 from engine.scheduler.plan import StepPlan
-from engine.tokenizer import TextStream, Tokenizer
+from engine.tokenizer import TextStream
 
 log = logging.getLogger("engine")
 
@@ -39,9 +39,10 @@ class Engine:
         """
         self.config = config
         self.records = EngineRecords()
+        self._is_closed = False
         assembly = assemble(config, on_stage)
         self.startup, parts = assembly.record, assembly.parts
-        self.tokenizer = Tokenizer.load(parts.source.directory) if parts.source.directory else None
+        self.tokenizer = assembly.tokenizer
         self.vocab_size = parts.source.architecture.vocab_size
         self._eos_token_ids = parts.source.eos_token_ids
         self._gauge = parts.gauge
@@ -66,19 +67,22 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Give the device's memory back. The engine is of no use afterwards."""
-        self._pending.clear()
-        self.__dict__.pop("_runner", None)
-        self._gauge.trim()
+        """Give the device's memory back; closing twice does nothing. A closed engine takes no requests."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._pending.clear()
+            self._requests.clear()
+            del self._runner
+            self._gauge.trim()
 
     def generate(self, prompts: Sequence[Prompt], params: Params = None) -> list[RequestOutput]:
         """Outputs in the order of `prompts` (texts or lists of token ids); `params` is one for all, or one for each.
 
         A prompt that can never be served comes back with finish reason `rejected` and the reason in `error`.
         """
-        requests = self._add_all(prompts, params)
+        requests = self._new_requests(prompts, params)
         texts = {request.request_id: "" for request in requests}
-        for event in self._run_to_end(requests):
+        for event in self._serve(requests):
             texts[event.request_id] += event.text
         return [_output(request, texts[request.request_id]) for request in requests]
 
@@ -87,13 +91,14 @@ class Engine:
 
         Requests that are unfinished when the consumer stops iterating are aborted.
         """
-        return self._run_to_end(self._add_all(prompts, params))
+        return self._serve(self._new_requests(prompts, params))
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, arrival_s: float | None = None) -> int:
         """Queue a prompt for the following steps; returns its request id. `arrival_s` is perf_counter's.
 
         Without `params`, those of the configuration's sampler section hold.
         """
+        self._check_open()
         request = self._intake.request(prompt, params, arrival_s)
         self._add(request)
         return request.request_id
@@ -103,13 +108,13 @@ class Engine:
         """Whether a further step would do something."""
         return bool(self._requests or self._pending)
 
-    def _add_all(self, prompts: Sequence[Prompt], params: Params) -> list[Request]:
-        if self._requests:
-            raise ValueError(f"{len(self._requests)} earlier requests are unfinished: step() to their end, or abort()")
-        requests = self._intake.requests(prompts, params)
-        for request in requests:
-            self._add(request)
-        return requests
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("the engine is closed and takes no requests")
+
+    def _new_requests(self, prompts: Sequence[Prompt], params: Params) -> list[Request]:
+        self._check_open()
+        return self._intake.requests(prompts, params)
 
     def _add(self, request: Request) -> None:
         self._requests[request.request_id] = request
@@ -123,8 +128,13 @@ class Engine:
         if request.is_finished:  # it can produce no token; the next step says so
             self._ended_on_arrival.append(request)
 
-    def _run_to_end(self, requests: Sequence[Request]) -> Iterator[TokenEvent]:
+    def _serve(self, requests: Sequence[Request]) -> Iterator[TokenEvent]:
+        """Add the requests when the first token is asked for, and step until they have ended."""
+        if self._requests:
+            raise ValueError(f"{len(self._requests)} earlier requests are unfinished: step() to their end, or abort()")
         try:
+            for request in requests:
+                self._add(request)
             while self.has_unfinished:
                 yield from self.step()
         finally:
@@ -223,6 +233,12 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes, so that what follows is computed as if for the first time."""
         self._allocator.reset_prefix_cache()
+
+    def start_measurement(self) -> None:
+        """Forget records, cached prefixes and the memory peak: what follows is measured as if it came first."""
+        self.reset_prefix_cache()
+        self.records.clear()
+        self._gauge.reset_peak()
 
     def memory_snapshot(self) -> dict[str, int]:
         """Bytes in use now and at the peak, as the device reports them."""

@@ -44,11 +44,13 @@ class EngineStartup:
             config.graph.buckets, scheduler.max_num_seqs, config.graph.max_bucket)
         self.recorder = make_recorder(device)
         self.sampler = make_sampler(config.sampler.impl)
+        torch.manual_seed(config.sampler.seed)  # the noise of sampler.impl=compiled comes from torch's own generator
         self.seconds: dict[str, float] = {}
         self.bucket_records: tuple[BucketRecord, ...] = ()
         self._table_width = math.ceil(config.model.max_model_len / block_size)
         self.block_bytes = block_size * arch.kv_bytes_per_token(source.dtype.itemsize)
         self._activation_bytes = 0
+        self._asked_kv_bytes = 0
         self._planned_graph_bytes: tuple[int, int] | None = None  # inside the pool, outside it
 
     @contextmanager
@@ -152,7 +154,7 @@ class EngineStartup:
                 raise ValueError(f"kv.bytes must be at least one block of {self._block_size} tokens, "
                                  f"{self.block_bytes} bytes; got {kv.bytes}")
             return kv.bytes
-        return min(DEFAULT_CPU_KV_BYTES, self._useful_blocks() * self.block_bytes)
+        return DEFAULT_CPU_KV_BYTES
 
     def _useful_blocks(self) -> int:
         """Blocks beyond these could never be in use: max_num_seqs requests of max_model_len tokens."""
@@ -160,6 +162,7 @@ class EngineStartup:
 
     def allocate(self, num_bytes: int) -> None:
         with self._verb("allocate"):
+            self._asked_kv_bytes = num_bytes
             num_blocks = num_bytes // self.block_bytes
             if num_blocks < 1:
                 raise ValueError(self._shortage(num_bytes))
@@ -193,7 +196,7 @@ class EngineStartup:
         entries = [
             LedgerEntry("weights", None, self.decoder.num_bytes),
             LedgerEntry("static_buffers", None, self.static.num_bytes),
-            LedgerEntry("kv_cache", self.kv_cache.num_bytes, self.kv_cache.num_bytes),
+            LedgerEntry("kv_cache", self._asked_kv_bytes, self.kv_cache.num_bytes),
             LedgerEntry("graph_pool", planned_pool, pool),
             LedgerEntry("graphs_outside_pool", planned_outside, outside),
         ]
@@ -201,7 +204,8 @@ class EngineStartup:
             self.gauge.trim()
             resident = sum(entry.measured_bytes for entry in entries)
             entries.append(LedgerEntry("other", None, self.gauge.used_bytes() - resident))
-            entries.append(LedgerEntry("activation_peak", self._activation_bytes, self._activation_bytes))
+            if "profile_forward" in self.seconds:
+                entries.append(LedgerEntry("activation_peak", None, self._activation_bytes))
         return tuple(entries)
 
     def estimate_error_bytes(self) -> int | None:

@@ -46,7 +46,7 @@ def run_one(config: Config, directory: Path, overrides: Sequence[str] = (), comm
     if isinstance(outcome, Finished):
         ran_on |= outcome.process
         run_files.write_environment(directory, ran_on)
-    result = _result(outcome, environment=ran_on, tracker=tracker.facts(), **about)
+    result = _result(outcome, config.without_effect(), environment=ran_on, tracker=tracker.facts(), **about)
     _conclude(outcome, result, tracker, directory)
     if result.reason == INTERRUPTED:
         raise KeyboardInterrupt
@@ -78,19 +78,19 @@ def _execute_tracked(config: Config, name: str, sweep: str | None) -> "tuple[Out
         draw_workload(config)  # what is wrong with it is said before anything is started
         tracker = make_tracker(config, name, sweep, anchored(config.run.output_root))
     except ValueError as error:
-        return Failed(str(error), is_users=True), tracker
+        return Failed(str(error)), tracker
     except KeyboardInterrupt:
         return Failed(INTERRUPTED), tracker
     try:
         with progress_display(name, is_interactive=not config.run.isolate) as show:
             return execute(config, show, tracker.start), tracker
     except TrackerError as error:
-        return Failed(str(error), is_users=True), tracker
+        return Failed(str(error)), tracker
     except KeyboardInterrupt:
         return Failed(INTERRUPTED), tracker
 
 
-def _result(outcome: Outcome, **about: Any) -> RunResult:
+def _result(outcome: Outcome, warnings: list[str], **about: Any) -> RunResult:
     from experiments.metrics import compute_metrics, steps_by_path
 
     if isinstance(outcome, Failed):
@@ -100,7 +100,7 @@ def _result(outcome: Outcome, **about: Any) -> RunResult:
         status=FINISHED, startup={**plain(startup), "total_s": startup.total_s},
         metrics=compute_metrics(records.steps, records.requests, startup, outcome.memory),
         steps_by_path=steps_by_path(records.steps), seconds=outcome.seconds, warmup=outcome.warmup,
-        warnings=list(records.warnings), **about)
+        warnings=[*warnings, *records.warnings], **about)
 
 
 def _conclude(outcome: Outcome, result: RunResult, tracker: "Tracker", directory: Path) -> None:

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments import app
 from experiments.config import Config
+from experiments.machine import check_machine
 from experiments.paths import repository_root
 
 USAGE_ERROR, RUN_FAILED, INTERRUPTED = 2, 1, 130
@@ -56,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_keys(arguments)
         _register()
+        if {"--help", "-h"} & set(arguments):
+            print(help_text([text for text in arguments if not text.startswith("-")]))
+            return 0
         sys.argv[1:] = arguments
         hydra.main(version_base="1.3", config_path=str(CONFIG_DIRECTORY), config_name="config")(job)()
         if refused:
@@ -72,6 +76,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sweep in sweeps:
             app.finish_sweep(sweep)
     return RUN_FAILED if any(status != "finished" for status in statuses) else 0
+
+
+def help_text(overrides: Sequence[str]) -> str:
+    """Every choice of every group, and every value as `overrides` leave it.
+
+    Hydra's own help takes two seconds for the same.
+    """
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_DIRECTORY)):
+        composed = hydra.compose("config", list(overrides))
+    groups = sorted(path for path in CONFIG_DIRECTORY.iterdir() if path.is_dir())
+    choices = [f"  {group.name}: {', '.join(sorted(file.stem for file in group.glob('*.yaml')))}" for group in groups]
+    return "\n".join([
+        "Encore: an LLM inference engine that you configure, sweep and compare.", "",
+        "Choices, group=choice:", *choices, "",
+        "Values, key=value:", OmegaConf.to_yaml(composed).replace("\n", "\n  ").join(("  ", "")).rstrip(), "",
+        "Sweep with -m key=a,b,c. --cfg job prints what would run. Bounds stand in src/engine/config.py and",
+        "src/experiments/config.py."])
 
 
 def _sweep_directory() -> Path | None:
@@ -128,9 +149,11 @@ def to_config(composed: DictConfig) -> Config:
     with open_dict(composed):
         composed.pop("hydra", None)
     try:
-        return OmegaConf.to_object(composed)  # type: ignore[return-value]
+        config: Config = OmegaConf.to_object(composed)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         raise ValueError(explain(error)) from error
+    check_machine(config)
+    return config
 
 
 def check_keys(arguments: Sequence[str]) -> None:
@@ -140,11 +163,15 @@ def check_keys(arguments: Sequence[str]) -> None:
         if "=" not in text and arguments[arguments.index(text) - 1] not in HYDRA_FLAGS_WITH_VALUE:
             raise ValueError(f"{text}: an override is key=value")
     texts = [text for text in texts if "=" in text]
-    for override in OverridesParser.create().parse_overrides(texts):
+    for text in texts:
+        try:
+            [override] = OverridesParser.create().parse_overrides([text])
+        except HydraException as error:
+            raise ValueError(f"{text}: {str(error).splitlines()[0]}") from error
         key = override.key_or_group
         if key.split(".")[0] in ("hydra", "") or key.startswith("hydra/"):
             continue
-        _check_key(key.replace("/", "."), override.input_line or key)
+        _check_key(key.replace("/", "."), text)
 
 
 def _check_key(key: str, text: str) -> None:
@@ -153,6 +180,8 @@ def _check_key(key: str, text: str) -> None:
     for part in key.split("."):
         if not is_dataclass(cls):
             if dict in (get_origin(cls), *(get_origin(argument) for argument in get_args(cls))):
+                if text.startswith("+"):  # Hydra cannot add to a mapping that is null
+                    raise ValueError(f"{text}: set {path} as a whole, such as '{path}={{rope_type:llama3,factor:8}}'")
                 return  # a free mapping, such as rope_scaling
             raise ValueError(f"{text}: {path} has no keys of its own")
         hints = get_type_hints(cls)

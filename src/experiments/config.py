@@ -7,17 +7,7 @@ These dataclasses are what Hydra composes into; `conf/*.yaml` only says what mak
 from dataclasses import dataclass, field
 from typing import Optional
 
-from engine.config import (
-    EngineConfig,
-    GraphConfig,
-    KernelsConfig,
-    KVConfig,
-    ModelConfig,
-    SamplerConfig,
-    SchedulerConfig,
-    check_choice,
-    check_range,
-)
+from engine.config import EngineConfig, GraphConfig, ModelConfig, check_choice, check_range
 
 WORKLOADS = ("text", "nano_vllm_bench", "fixed")
 TRACKERS = ("wandb", "none")
@@ -73,29 +63,35 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class Config:
-    """One run, whole."""
+class Config(EngineConfig):
+    """One run, whole: what the engine is built from, and what is done with it."""
 
-    model: ModelConfig
-    device: str = "auto"
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    graph: GraphConfig = field(default_factory=GraphConfig)
-    kv: KVConfig = field(default_factory=KVConfig)
-    kernels: KernelsConfig = field(default_factory=KernelsConfig)
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        self.engine_config()  # refuses what contradicts itself inside the engine
+        super().__post_init__()
         longest = self.workload.prompt_tokens + self.workload.max_tokens
         if self.workload.kind == "fixed" and longest > self.model.max_model_len:
             raise ValueError(f"workload.prompt_tokens={self.workload.prompt_tokens} + workload.max_tokens="
                              f"{self.workload.max_tokens} must be at most "
                              f"model.max_model_len={self.model.max_model_len}")
 
-    def engine_config(self) -> EngineConfig:
-        """The part that the engine is built from."""
-        return EngineConfig(model=self.model, device=self.device, scheduler=self.scheduler, graph=self.graph,
-                            kv=self.kv, kernels=self.kernels, sampler=self.sampler)
+    def without_effect(self) -> list[str]:
+        """A sentence for each setting that was changed and changes nothing in this run."""
+        graph, load = self.graph, self.workload
+        is_bench, is_eager = load.kind == "nano_vllm_bench", graph.mode == "eager"
+        is_list = not isinstance(graph.buckets, str)
+        idle = [
+            ("graph.max_bucket", is_list and graph.max_bucket != GraphConfig.max_bucket, "an explicit list ignores it"),
+            ("graph.buckets", is_eager and graph.buckets != GraphConfig.buckets, "graph.mode=eager captures nothing"),
+            ("workload.max_tokens", is_bench and load.max_tokens != WorkloadConfig.max_tokens,
+             "the benchmark has its own"),
+            ("workload.prompt_tokens", load.kind != "fixed" and load.prompt_tokens != WorkloadConfig.prompt_tokens,
+             "it belongs to workload=fixed"),
+            ("model.dummy_seed", not self.model.is_dummy and self.model.dummy_seed != ModelConfig.dummy_seed,
+             "the weights are not random"),
+            ("tracker.mode", self.tracker.kind == "none" and self.tracker.mode != TrackerConfig.mode, "tracker=none"),
+        ]
+        return [f"{key} has no effect: {why}" for key, is_idle, why in idle if is_idle]

@@ -49,7 +49,6 @@ class Failed:
 
     reason: str
     traceback: str | None = None
-    is_users: bool = False  # a ValueError: the reason says it all
 
 
 Outcome = Finished | Failed

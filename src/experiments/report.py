@@ -36,7 +36,7 @@ THROUGHPUT_ROWS = {
 MEMORY_ROWS = {
     "KV cache": "memory/kv_cache_bytes",
     "KV blocks in use, peak": "kv/used_share_peak",
-    "torch's allocator, peak": "memory/peak_bytes",
+    "live tensors, peak while serving": "memory/peak_bytes",
     "device in use": "memory/device_used_bytes",
     "process, peak": "memory/peak_rss_bytes",
 }
@@ -148,7 +148,7 @@ def startup_table(startup: StartupRecord) -> Table:
 def location_lines(result: RunResult, outcome: Outcome, directory: Path) -> Iterable[str]:
     """Where the run's files lie; the traceback is left out where the reason says it all."""
     yield f"files:  {directory}"
-    if isinstance(outcome, Failed) and outcome.traceback and not outcome.is_users:
+    if isinstance(outcome, Failed) and outcome.traceback:
         yield f"error:  {directory / ERROR_FILE}"
     if result.tracker:
         yield f"wandb:  {result.tracker['location']} ({result.tracker['mode']}: {result.tracker['why']})"

@@ -29,7 +29,11 @@ def write_config(directory: Path, config: Config) -> None:
     """Write the resolved configuration as a file that Hydra composes again against the schema."""
     from omegaconf import OmegaConf
 
-    text = OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+    values = asdict(config)
+    for section in ("model", "workload"):  # a relative path means nothing from another directory
+        if (path := values[section]["path"]) is not None and Path(path).expanduser().exists():
+            values[section]["path"] = str(Path(path).expanduser().absolute())
+    text = OmegaConf.to_yaml(OmegaConf.create(values))
     head = ("# Run again from the repository, DIRECTORY being the one of this file:\n"
             "#   python run.py --config-path=DIRECTORY --config-name=config\n")
     (directory / CONFIG_FILE).write_text(f"{head}defaults:\n- schema\n- encore\n- _self_\n{text}", encoding="utf-8")

@@ -47,7 +47,7 @@ def _attempt(config: Config, report: Report, target: Target) -> Outcome:
     try:
         return target(config, report)
     except ValueError as error:
-        return Failed(str(error), traceback.format_exc(), is_users=True)
+        return Failed(str(error), traceback.format_exc())
     except SystemExit as error:
         return Failed(f"the run called sys.exit({error.code!r}) before it had a result", traceback.format_exc())
     except Exception as error:

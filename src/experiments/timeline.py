@@ -15,12 +15,14 @@ def time_series(steps: Sequence[StepRecord], startup: StartupRecord, start_s: fl
     `time_s` is when the group's last token was read, counted from `start_s`. Every live row of a step yields one token.
     """
     size = -(-len(steps) // max_points) if steps else 1
+    durations_s = step_durations_s(steps)
     rows = []
     before_s = start_s
     for first in range(0, len(steps), size):
         group = steps[first:first + size]
         end_s = max(step.end_s for step in group)
-        rows.append({"step": group[-1].step, "time_s": end_s - start_s, **_point(group, end_s - before_s, startup)})
+        rows.append({"step": group[-1].step, "time_s": end_s - start_s, **_point(group, end_s - before_s, startup),
+                     "latency/step_ms": sum(durations_s[first:first + size]) / len(group) * 1e3})
         before_s = end_s
     return rows
 
@@ -38,7 +40,6 @@ def _point(group: Sequence[StepRecord], duration_s: float, startup: StartupRecor
         "graph/padded_rows": sum(step.num_padded_rows for step in group) / num,
         "graph/replayed_share": sum(step.path == GRAPH for step in group) / num,
         "memory/kv_used_bytes": used_blocks * startup.block_size * startup.kv_bytes_per_token,
-        "latency/step_ms": sum(step_durations_s(group)) / num * 1e3,
     }
     if duration_s > 0:
         point["throughput/output_tokens_per_s"] = sum(step.num_requests for step in group) / duration_s

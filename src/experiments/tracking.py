@@ -52,11 +52,11 @@ class Tracker(Protocol):
 
 
 def make_tracker(config: Config, name: str, sweep: str | None, root: Path) -> Tracker:
-    """The tracker that the config chooses, with its files below `root`/wandb.
+    """The tracker that the config chooses, with its files below `root`/wandb; none where WANDB_MODE=disabled.
 
     TrackerError if tracker.mode=online is asked for and a key or the server is missing.
     """
-    if config.tracker.kind == "none":
+    if config.tracker.kind == "none" or os.environ.get("WANDB_MODE") == "disabled":
         return NoTracker()
     mode, why = decide_mode(config.tracker)
     return WandbTracker(config, name, sweep, root, mode, why)

@@ -34,7 +34,7 @@ def serve(config: Config, report: Report) -> Finished:
     start_s = time.perf_counter()
     from engine.engine import Engine
 
-    with Engine(config.engine_config(), on_stage=lambda stage: report(Progress(stage))) as engine:
+    with Engine(config, on_stage=lambda stage: report(Progress(stage))) as engine:
         seconds["build_engine"] = time.perf_counter() - start_s
         report(Progress("tokenize"))
         start_s = time.perf_counter()
@@ -46,7 +46,10 @@ def serve(config: Config, report: Report) -> Finished:
         seconds["warm_up"] = time.perf_counter() - start_s
         events, start_s, seconds["serve"] = timed_region(engine, items, report)
         report(Progress("collect"))
-        return Finished(engine.startup, _counted_from(start_s, engine.records), _answers(items, events),
+        answers = _answers(items, events)
+        if all(answer.error for answer in answers):
+            raise ValueError(f"none of the {len(answers)} requests could be served: {answers[0].error}")
+        return Finished(engine.startup, _counted_from(start_s, engine.records), answers,
                         engine.memory_snapshot(), warmup, seconds, _process_facts())
 
 
@@ -56,16 +59,23 @@ def warm_up(engine: "Engine", items: Sequence[WorkItem], max_num_seqs: int) -> d
     On a GPU at the concurrency that will be measured: lazy kernel loading, the allocator and clocks depend on it. On a
     CPU one short request is enough to pass every operator once, and full concurrency would cost as much as the run.
     """
-    is_cuda = engine.startup.device.startswith("cuda")
+    is_cuda = engine.startup.device == "cuda"
     chosen = list(items[:max_num_seqs]) if is_cuda else [min(items, key=lambda item: len(item.prompt))]
     max_tokens = CUDA_WARMUP_TOKENS if is_cuda else CPU_WARMUP_TOKENS
     for item in chosen:
         engine.add_request(item.prompt, _warmup_params(item.params, max_tokens))
+    _run_to_end(engine)
+    if is_cuda:  # again with its prefix cached, which takes another kernel than a prompt that is new
+        longest = max(chosen, key=lambda item: len(item.prompt))
+        engine.add_request(longest.prompt, _warmup_params(longest.params, 1))
+        _run_to_end(engine)
+    engine.start_measurement()
+    return {"num_requests": len(chosen), "max_tokens": max_tokens}
+
+
+def _run_to_end(engine: "Engine") -> None:
     while engine.has_unfinished:
         engine.step()
-    engine.reset_prefix_cache()
-    engine.records.clear()
-    return {"num_requests": len(chosen), "max_tokens": max_tokens}
 
 
 def _warmup_params(params: SamplingParams, max_tokens: int) -> SamplingParams:

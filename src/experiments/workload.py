@@ -85,7 +85,7 @@ def _text(config: Config) -> list[Draft]:
         raise ValueError(NO_TOKENIZER)
     path = config.workload.path
     source = Path(path).expanduser() if path else files("experiments") / "data" / "prompts.jsonl"
-    prompts = list(_read_prompts(source))[:config.workload.num_requests]
+    prompts = list(read_prompts(source))[:config.workload.num_requests]
     if not prompts:
         raise ValueError(f"workload.path={source} holds no prompt: each line must be {PROMPT_LINE}")
     drafts = []
@@ -147,11 +147,15 @@ def _sampling(config: Config, number: int, **limits: Any) -> SamplingParams:
 PROMPT_LINE = '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}, optionally with "max_tokens"'
 
 
-def _read_prompts(source: Path | Traversable) -> Iterator[tuple[Conversation, int | None]]:
+def read_prompts(source: Path | Traversable) -> Iterator[tuple[Conversation, int | None]]:
     """Conversation and output limit of each line that is not blank; errors name file and line."""
     if not source.is_file():
         raise ValueError(f"workload.path={source} is not a file")
-    for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        text = source.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"workload.path={source} is not text in UTF-8 (byte {error.start})") from error
+    for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             try:
                 yield _parse_prompt(line)

@@ -1,5 +1,7 @@
 """What a caller of the engine sees: texts, streams, stops, seeds, limits and refusals, on a tiny model."""
 
+import gc
+import weakref
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -185,3 +187,51 @@ def test_replay_uses_the_captured_buffers_and_nothing_of_the_caller(config):
         engine._runner.graphs.replay = replay_after_overwriting
         again = [output.token_ids for output in engine.generate(PROMPTS, SamplingParams(max_tokens=8))]
     assert again == expected
+
+
+@pytest.mark.parametrize("mode", ["full", "eager"])
+def test_a_closed_engine_gives_its_model_back_and_takes_no_requests(config, mode):
+    gc.collect()
+    gc.disable()  # what is freed without the collector is freed when close returns
+    try:
+        engine = Engine(replace(config, graph=GraphConfig(mode=mode)))
+        engine.generate(PROMPTS, SAMPLED)
+        decoder = weakref.ref(engine._runner.decoder)
+        engine.close()
+        engine.close()
+        assert decoder() is None
+    finally:
+        gc.enable()
+    for call in (engine.generate, engine.stream):
+        with pytest.raises(ValueError, match="closed"):
+            call(PROMPTS)
+
+
+def test_a_stream_that_is_never_read_holds_nothing(config):
+    with Engine(config) as engine:
+        engine.stream(PROMPTS, SAMPLED)
+        assert not engine.has_unfinished
+        assert all(output.token_ids for output in engine.generate(PROMPTS, SAMPLED))
+
+
+def test_a_compiled_sampler_repeats_with_its_seed(config):
+    free = replace(SAMPLED, seed=None, max_tokens=4)
+    runs = []
+    for seed in (3, 3, 4):
+        with Engine(replace(config, sampler=SamplerConfig(impl="compiled", seed=seed))) as engine:
+            runs.append([output.token_ids for output in engine.generate(PROMPTS, free)])
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_large_bucket_serves_a_tiny_context(config):
+    """vLLM issue 53658: a tiny max_model_len with a large capture size overran the block table."""
+    tiny = replace(config, model=replace(config.model, max_model_len=5), scheduler=SchedulerConfig(max_num_seqs=64),
+                   graph=GraphConfig(buckets=[64]))
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    prompts = [[number + 3, 7] for number in range(40)]
+    with Engine(replace(tiny, graph=GraphConfig(mode="eager"))) as engine:
+        expected = [output.token_ids for output in engine.generate(prompts, params)]
+    with Engine(tiny) as engine:
+        assert [output.token_ids for output in engine.generate(prompts, params)] == expected
+        assert {step.bucket for step in engine.records.steps if step.phase == "decode"} == {64}
+    assert all(len(tokens) == 3 for tokens in expected)

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine.config import KV_POLICIES
 from engine.memory.policies import KV_MEMORY_POLICIES
 
 
@@ -45,12 +44,17 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("name", KV_MEMORY_POLICIES)
+@pytest.mark.parametrize("name", ORDERS)
 def test_a_policy_orders_the_verbs_as_its_name_says(name):
     startup = FakeStartup()
     KV_MEMORY_POLICIES[name].run(startup)
     assert startup.calls == ORDERS[name]
 
 
-def test_every_policy_can_be_configured():
-    assert set(KV_POLICIES) == {"auto", *KV_MEMORY_POLICIES}
+@pytest.mark.parametrize("name", KV_MEMORY_POLICIES)
+def test_every_policy_loads_before_it_allocates_and_allocates_before_it_captures(name):
+    startup = FakeStartup()
+    KV_MEMORY_POLICIES[name].run(startup)
+    verbs = [call.split()[0] for call in startup.calls]
+    assert verbs[0] == "load" and verbs.count("allocate") == 1
+    assert verbs.index("allocate") < verbs.index("capture")

@@ -90,10 +90,10 @@ def test_a_failed_run_shows_its_reason_and_its_traceback_file(tmp_path):
     assert str(tmp_path / "error.txt") in text
 
 
-def test_what_the_user_got_wrong_is_shown_without_a_traceback_file(tmp_path):
-    failed = Failed("kv.bytes must be at least 1; got 0", "Traceback ...", is_users=True)
+def test_what_the_user_got_wrong_is_shown_without_its_traceback(tmp_path):
+    failed = Failed("kv.bytes must be at least 1; got 0", "Traceback ...")
     text = report(make_result(reason=failed.reason), failed, tmp_path)
-    assert failed.reason in text and "error.txt" not in text
+    assert failed.reason in text and "Traceback" not in text
 
 
 def test_points_are_collected_in_the_order_in_which_they_ran(tmp_path):

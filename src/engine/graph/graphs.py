@@ -9,7 +9,7 @@ rule about addresses, padding and lookup true on a CPU.
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -56,8 +56,11 @@ class CudaGraphRecorder:
             graph.capture_begin(pool=self._pool)
             try:
                 work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # the broken capture's own complaint would hide what broke it
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         graph.replay()  # the first replay uploads the graph; live steps should not pay for that
         return graph.replay
 
@@ -106,11 +109,6 @@ class DecodeGraphs:
         self._gauge = gauge
         self._replays: dict[int, Callable[[], None]] = {}
 
-    @property
-    def captured(self) -> tuple[int, ...]:
-        """Batch sizes that can be replayed, ascending."""
-        return tuple(sorted(self._replays))
-
     def capture(self, batch_sizes: tuple[int, ...]) -> tuple[BucketRecord, ...]:
         """Capture each size, largest first; returns a record for each in ascending order of size."""
         records = []
@@ -121,10 +119,11 @@ class DecodeGraphs:
 
     def _capture_one(self, size: int) -> BucketRecord:
         self._static.write_padding(size)
-        batch = self._static.batch(size)
+        # Of these names only, not of self: a cycle would keep the model alive after the engine has been closed.
+        forward, batch, output_RH = self._forward, self._static.batch(size), self._output_RH[:size]
 
         def work() -> None:
-            self._output_RH[:size].copy_(self._forward(batch))
+            output_RH.copy_(forward(batch))
 
         start_s = time.perf_counter()
         self._recorder.warm_up(work)

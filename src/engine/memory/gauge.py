@@ -3,7 +3,7 @@
 The two views are kept apart on purpose: what a graph takes outside torch's allocator shows only in their difference.
 """
 
-import resource
+from pathlib import Path
 from typing import Protocol
 
 import psutil
@@ -87,7 +87,9 @@ class HostGauge:
         return self.allocated_bytes()
 
     def peak_allocated_bytes(self) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
+        # Not getrusage: its peak is inherited from the parent that started this process.
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024  # KiB
 
     def reset_peak(self) -> None:
         """The kernel keeps one peak for the process's whole life; there is nothing to reset."""
