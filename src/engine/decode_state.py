@@ -14,6 +14,11 @@ from engine.request import Request
 from engine.sampler import SamplingBatch
 
 
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`host` on `device`, without waiting: a copy from pinned memory does not stall the launches before it."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
 class RequestRows:
     """`num_rows` rows; block tables have `table_width` columns. Shape letters: R rows of one step, B blocks."""
 
@@ -46,11 +51,7 @@ class RequestRows:
         self.update_tables(requests)
 
     def _write(self, column: torch.Tensor, rows: torch.Tensor, values: list[float] | list[int]) -> None:
-        column[self._to_device(rows)] = self._to_device(torch.tensor(values, dtype=column.dtype))
-
-    def _to_device(self, host: torch.Tensor) -> torch.Tensor:
-        # From pinned memory the copy waits for nothing, so admission does not stall the launches before it.
-        return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host
+        column[to_device(rows, self._device)] = to_device(torch.tensor(values, dtype=column.dtype), self._device)
 
     def update_tables(self, requests: Sequence[Request]) -> None:
         """Append the blocks that requests have gained since their rows were last written."""

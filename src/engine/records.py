@@ -54,6 +54,7 @@ class StartupRecord:
 
     @property
     def total_s(self) -> float:
+        """Seconds of all verbs."""
         return sum(self.seconds.values())
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from engine.batch import PrefillBatch
-from engine.decode_state import RequestRows
+from engine.decode_state import RequestRows, to_device
 from engine.graph.buckets import BucketTable
 from engine.graph.graphs import DecodeGraphs
 from engine.graph.static_batch import StaticBatch
@@ -117,7 +117,7 @@ class ModelRunner:
         batch, rows_R = build_prefill_batch(items, self.rows, self.device)
         hidden_TH = self.decoder.forward(batch, self.caches)
         ends = torch.tensor([item.num_tokens for item in items], dtype=torch.int32)
-        return hidden_TH[batch.last_token_indices_R], rows_R, _to_device(ends, self.device)
+        return hidden_TH[batch.last_token_indices_R], rows_R, to_device(ends, self.device)
 
 
 def build_prefill_batch(items: Sequence[ScheduledPrefill], rows: RequestRows,
@@ -138,7 +138,7 @@ def build_prefill_batch(items: Sequence[ScheduledPrefill], rows: RequestRows,
         cu_q, cu_k, cu_q[1:] - 1, row_ids,
         rows.tables(row_ids)[:, :num_columns].ravel(),
     ]
-    packed = _to_device(torch.from_numpy(np.concatenate(parts)), device)
+    packed = to_device(torch.from_numpy(np.concatenate(parts)), device)
     ids, positions, slots, cu_q_device, cu_k_device, last, rows_R, tables = packed.split([len(part) for part in parts])
     batch = PrefillBatch(
         input_ids_T=ids, positions_T=positions, slot_mapping_T=slots,
@@ -150,10 +150,6 @@ def build_prefill_batch(items: Sequence[ScheduledPrefill], rows: RequestRows,
 
 def _cumulative(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-
-
-def _to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def _join(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:

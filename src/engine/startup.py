@@ -166,10 +166,23 @@ class EngineStartup:
             num_blocks = num_bytes // self.block_bytes
             if num_blocks < 1:
                 raise ValueError(self._shortage(num_bytes))
-            if not self._config.kv.is_size_stated:
+            if self._config.kv.is_size_stated:
+                self._check_room(num_blocks * self.block_bytes)
+            else:
                 num_blocks = min(num_blocks, self._useful_blocks())
             self.kv_cache = KVCache.allocate(self.source.architecture, num_blocks, self._block_size,
                                              self.source.dtype, self.device)
+
+    def _check_room(self, num_bytes: int) -> None:
+        """ValueError with the sum for a stated size that the GPU has no room for; a CPU maps what is written only."""
+        if self.device.type == "cuda":
+            self.gauge.trim()
+            used, total = self.gauge.used_bytes(), self.gauge.total_bytes
+            if num_bytes > total - used:
+                raise ValueError(
+                    f"the stated KV cache takes {num_bytes / GIB:.1f} GiB but {(total - used) / GIB:.1f} GiB is free: "
+                    f"device {total / GIB:.1f} GiB, in use {used / GIB:.1f} GiB (weights "
+                    f"{self.decoder.num_bytes / GIB:.1f} GiB); state a smaller kv.bytes, kv.tokens or kv.num_blocks")
 
     def _shortage(self, num_bytes: int) -> str:
         used, weights = self.gauge.used_bytes() / GIB, self.decoder.num_bytes / GIB

@@ -112,3 +112,8 @@ def test_sampling_does_not_depend_on_company_or_on_the_graph():
             alone.append(engine.generate([prompt], params)[0].token_ids)
             alone.append(engine.generate([*others, prompt], params)[-1].token_ids)
     assert all(tokens == alone[0] for tokens in alone)
+
+
+def test_a_stated_cache_that_does_not_fit_is_refused_with_the_sum():
+    with pytest.raises(ValueError, match=r"the stated KV cache takes 1000\.0 GiB but .* GiB is free"):
+        Engine(replace(CONFIG, kv=KVConfig(bytes=1000 * 1024 * MIB)))

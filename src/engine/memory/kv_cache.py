@@ -21,6 +21,7 @@ class KVCache:
     @classmethod
     def allocate(cls, arch: Architecture, num_blocks: int, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> "KVCache":
+        """A cache of `num_blocks` blocks of `block_size` tokens, uninitialised."""
         shape = (num_blocks, arch.num_hidden_layers, 2, block_size, arch.num_key_value_heads, arch.head_dim)
         return cls(torch.empty(shape, dtype=dtype, device=device))
 
