@@ -26,7 +26,9 @@ def steps_over_time(steps: Sequence[StepRecord], startup: StartupRecord) -> Figu
     waiting = batch.twinx()  # thousands may wait where a few run
     waiting.plot(time_s, [row["scheduler/waiting"] for row in rows], color="tab:gray", linestyle="--")
     waiting.set_ylabel("waiting requests", color="tab:gray")
-    waiting.set_ylim(bottom=0)
+    waiting.set_ylim(0, max(1, 1.05 * max((row["scheduler/waiting"] for row in rows), default=0)))
+    for axes in (batch, waiting):
+        axes.yaxis.get_major_locator().set_params(integer=True)
     kv.plot(time_s, [row["kv/used_blocks"] / startup.num_kv_blocks * 100 for row in rows], color="tab:green")
     kv.set_ylabel(f"KV blocks used, %\nof {startup.num_kv_blocks:,}")
     kv.set_ylim(bottom=0)
@@ -48,13 +50,13 @@ def latency_histograms(requests: Sequence[RequestRecord]) -> Figure:
         axes.set_xlabel(f"{title}, ms")
         axes.set_ylabel("requests" if name == "ttft_ms" else "gaps between tokens")
         if values := samples[name]:
-            # Requests of one prefill share a TTFT up to rounding: bins are at least a nanosecond wide.
-            low, high = min(values), max(values)
             axes.set_yscale("log")  # the tail is what matters, and is a few of thousands
-            axes.hist(values, bins=np.linspace(low, max(high, low + NUM_BINS * 1e-6), NUM_BINS + 1).tolist())
+            # From zero, since requests of one prefill share a TTFT up to rounding.
+            axes.hist(values, bins=np.linspace(0, 1.02 * max(values), NUM_BINS + 1).tolist())
+            axes.set_ylim(bottom=0.8)
             for percentile, style in ((50, "-"), (99, ":")):
                 at = float(np.percentile(values, percentile))
-                axes.axvline(at, color="black", linestyle=style, label=f"p{percentile} {at:.2f} ms")
+                axes.axvline(at, color="black", linestyle=style, label=f"p{percentile} {at:,.2f} ms")
             axes.legend()
     return figure
 
