@@ -22,6 +22,8 @@ ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "reference")
 SAMPLERS = ("torch", "compiled")
 FAMILIES = ("llama", "qwen2", "qwen3")
 
+MAX_NUM_SEQS = 65_536  # each has a row of device memory
+MAX_KV_SIZE = 2**47  # bytes, tokens or blocks: what a processor can address
 DEFAULT_MEMORY_FRACTION = 0.9
 DEFAULT_CPU_KV_BYTES = 1 << 30
 
@@ -59,7 +61,7 @@ class Architecture:
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: Optional[dict[str, Any]] = None  # Llama 3: {rope_type: llama3, factor, low_freq_factor, ...}
+    rope_scaling: Any = None  # a mapping; Llama 3: {rope_type: llama3, factor, low_freq_factor, ...}
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -75,6 +77,12 @@ class Architecture:
             raise ValueError(
                 f"model.architecture.num_attention_heads={self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}")
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+                raise ValueError(f"model.architecture.{name} must be a number above 0; got {value!r}")
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, dict):
+            raise ValueError(f"model.architecture.rope_scaling must be a mapping; got {self.rope_scaling!r}")
         if self.head_dim % 2:
             raise ValueError(f"model.architecture.head_dim must be even (rotary pairs); got {self.head_dim}")
 
@@ -103,7 +111,7 @@ class ModelConfig:
         check_choice("model.load_format", self.load_format, LOAD_FORMATS)
         check_choice("model.dtype", self.dtype, DTYPES)
         check_range("model.max_model_len", self.max_model_len, 1)
-        check_range("model.dummy_seed", self.dummy_seed, 0)
+        check_range("model.dummy_seed", self.dummy_seed, 0, 2**63 - 1)
         if self.path is None and self.architecture is None:
             raise ValueError("model.path is not set and model.architecture is not either: give a model directory or "
                              "hub id (model.path=...), or choose a model group")
@@ -131,7 +139,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         check_choice("scheduler.policy", self.policy, SCHEDULER_POLICIES)
-        check_range("scheduler.max_num_seqs", self.max_num_seqs, 1)
+        check_range("scheduler.max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         check_range("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1)
 
 
@@ -177,7 +185,7 @@ class KVConfig:
             raise ValueError("at most one of kv.memory_fraction, kv.bytes, kv.tokens, kv.num_blocks may be set; got "
                              + ", ".join(f"kv.{name}={value}" for name, value in sizes.items()))
         for name in sizes.keys() - {"memory_fraction"}:
-            check_range(f"kv.{name}", sizes[name], 1)
+            check_range(f"kv.{name}", sizes[name], 1, MAX_KV_SIZE)
         fraction = self.memory_fraction
         if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
             raise ValueError(f"kv.memory_fraction must be a number in (0, 1]; got {fraction!r}")
@@ -228,7 +236,7 @@ class SamplerConfig:
 def check_sampling(prefix: str, values: Mapping[str, Any]) -> None:
     """Raise ValueError unless temperature, top_k, top_p and min_p in `values` are in range."""
     check_range(f"{prefix}temperature", values["temperature"], 0, 100, kind=float)
-    check_range(f"{prefix}top_k", values["top_k"], 0)
+    check_range(f"{prefix}top_k", values["top_k"], 0, 2**31 - 1)
     check_range(f"{prefix}min_p", values["min_p"], 0, 1, kind=float)
     check_range(f"{prefix}top_p", values["top_p"], 0, 1, kind=float)
     if values["top_p"] == 0:

@@ -27,8 +27,8 @@ class Intake:
 
     def requests(self, prompts: Sequence[Prompt], params: Params) -> list[Request]:
         """A request for each prompt, with one set of parameters for all or one for each. ValueError makes none."""
-        if isinstance(prompts, str):
-            raise ValueError("prompts must be a list of prompts; got one string")
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise ValueError(f"prompts must be a list of prompts; got {prompts!r}")
         if params is None or isinstance(params, SamplingParams):
             params = [params or self.defaults] * len(prompts)
         if len(params) != len(prompts):
@@ -47,13 +47,17 @@ class Intake:
             if self._tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer and this model has none; give token ids")
             return self._tokenizer.encode(prompt)
-        token_ids = list(prompt)
+        if not isinstance(prompt, Sequence):
+            raise ValueError(f"a prompt must be text or a list of token ids; got {prompt!r}")
+        token_ids = [*prompt]
         for token_id in token_ids:
             if not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
                 raise ValueError(f"prompt token ids must be integers in [0, {self._vocab_size - 1}]; got {token_id!r}")
         return token_ids
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams; got {params!r}")
         if params.stop and self._tokenizer is None:
             raise ValueError(f"SamplingParams.stop={params.stop} needs a tokenizer and this model has none")
         return params

@@ -69,6 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {explain(error)}", file=sys.stderr)
         return USAGE_ERROR
+    except OSError as error:  # a directory that cannot be made or written, a full disk
+        if show_traceback:
+            raise
+        print(f"error: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
+        return RUN_FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -179,7 +184,7 @@ def _check_key(key: str, text: str) -> None:
     path = ""
     for part in key.split("."):
         if not is_dataclass(cls):
-            if dict in (get_origin(cls), *(get_origin(argument) for argument in get_args(cls))):
+            if cls is Any:
                 if text.startswith("+"):  # Hydra cannot add to a mapping that is null
                     raise ValueError(f"{text}: set {path} as a whole, such as '{path}={{rope_type:llama3,factor:8}}'")
                 return  # a free mapping, such as rope_scaling

@@ -11,6 +11,7 @@ from engine.config import EngineConfig, GraphConfig, ModelConfig, check_choice, 
 
 WORKLOADS = ("text", "nano_vllm_bench", "fixed")
 TRACKERS = ("wandb", "none")
+MAX_NUM_REQUESTS = 1_000_000  # all are drawn before the first is sent
 TRACKER_MODES = ("auto", "online", "offline")
 
 
@@ -28,7 +29,7 @@ class WorkloadConfig:
     def __post_init__(self) -> None:
         check_choice("workload.kind", self.kind, WORKLOADS)
         if self.num_requests is not None:
-            check_range("workload.num_requests", self.num_requests, 1)
+            check_range("workload.num_requests", self.num_requests, 1, MAX_NUM_REQUESTS)
         check_range("workload.max_tokens", self.max_tokens, 1)
         check_range("workload.prompt_tokens", self.prompt_tokens, 1)
         check_range("workload.seed", self.seed, 0)

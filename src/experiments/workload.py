@@ -152,10 +152,10 @@ def read_prompts(source: Path | Traversable) -> Iterator[tuple[Conversation, int
     if not source.is_file():
         raise ValueError(f"workload.path={source} is not a file")
     try:
-        text = source.read_text(encoding="utf-8")
+        text = source.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"workload.path={source} is not text in UTF-8 (byte {error.start})") from error
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 yield _parse_prompt(line)

@@ -154,6 +154,9 @@ def test_an_abandoned_stream_leaves_the_engine_as_it_was(config):
 
 @pytest.mark.parametrize(("prompts", "params", "message"), [
     ("one text", None, "must be a list"),
+    (None, None, "must be a list"),
+    ([1, 2, 3], None, "a prompt must be text or a list of token ids; got 1"),
+    ([[1]], [{"max_tokens": 3}], "params must be SamplingParams"),
     ([[1, 320]], None, r"in \[0, 319\]; got 320"),
     ([[1, -1]], None, "got -1"),
     ([[1]], [SamplingParams()] * 2, "got 2 for 1 prompts"),
@@ -166,7 +169,8 @@ def test_what_a_caller_gets_wrong_is_refused_before_anything_runs(config, prompt
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_k": -1}, "top_k"), ({"min_p": 2}, "min_p"),
+    ({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_k": -1}, "top_k"),
+    ({"top_k": 2**31}, "top_k"), ({"min_p": 2}, "min_p"),
     ({"max_tokens": 0}, "max_tokens"), ({"stop": "text"}, "stop"), ({"stop": ("",)}, "stop"), ({"seed": -1}, "seed")])
 def test_sampling_parameters_out_of_range_are_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
