@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.config import DEFAULT_CPU_KV_BYTES, EngineConfig, KVConfig
+from engine.device import on_stream
 from engine.kernels.attention import choose_attention
 from engine.memory.gauge import MIB
 from engine.memory.policies import KV_MEMORY_POLICIES
@@ -44,9 +45,12 @@ def assemble(config: EngineConfig, on_stage: OnStage) -> Assembly:
     block_size = _choose_block_size(config.kv, attention, choices)
     tokenizer = Tokenizer.load(source.directory) if source.directory else None  # before the weights
     policy = KV_MEMORY_POLICIES[_choose_kv_policy(config.kv, device, choices)]
-    parts = EngineStartup(config, source, device, attention, block_size, on_stage)
-    policy.run(parts)
-    return Assembly(parts, tokenizer, _record(config, parts, attention.name, policy.name, choices))
+    sampler = _choose_sampler(config.sampler.impl, device, choices)
+    parts = EngineStartup(config, source, device, attention, sampler, block_size, on_stage)
+    with on_stream(parts.stream):
+        policy.run(parts)
+        record = _record(config, parts, attention.name, policy.name, choices)
+    return Assembly(parts, tokenizer, record)
 
 
 def _choose_device(requested: str, choices: dict[str, str]) -> torch.device:
@@ -57,6 +61,13 @@ def _choose_device(requested: str, choices: dict[str, str]) -> torch.device:
         requested = "cuda" if has_cuda else "cpu"
         choices["device"] = f"{requested}: {'a GPU was found' if has_cuda else 'no GPU was found'}"
     return torch.device("cuda", torch.cuda.current_device()) if requested == "cuda" else torch.device("cpu")
+
+
+def _choose_sampler(requested: str, device: torch.device, choices: dict[str, str]) -> str:
+    if requested != "auto":
+        return requested
+    choices["sampler.impl"] = "triton: a GPU" if device.type == "cuda" else "torch: a CPU"
+    return "triton" if device.type == "cuda" else "torch"
 
 
 def _choose_block_size(kv: KVConfig, attention: "AttentionBackend", choices: dict[str, str]) -> int:
@@ -91,7 +102,7 @@ def _record(config: EngineConfig, parts: EngineStartup, attention: str, kv_polic
         attention=attention,
         load_format=source.load_format,
         kv_policy=kv_policy,
-        replay="none" if parts.graphs is None else parts.recorder.name,
+        replay="none" if parts.graphs is None else parts.graphs.replay_kind,
         choices=choices,
         num_parameters=parts.decoder.num_parameters,
         block_size=kv_cache.block_size,
@@ -99,7 +110,12 @@ def _record(config: EngineConfig, parts: EngineStartup, attention: str, kv_polic
         kv_bytes=kv_cache.num_bytes,
         kv_bytes_per_token=parts.block_bytes // kv_cache.block_size,
         device_total_bytes=parts.gauge.total_bytes,
+        scope=config.graph.scope if parts.graphs else "none",
+        sampler=parts.sampler_name,
         buckets=parts.bucket_records,
+        capture_order=parts.capture_order,
+        parity=parts.parity_records,
+        disabled_buckets=parts.disabled_buckets,
         ledger=parts.ledger(),
         seconds=dict(parts.seconds),
         kv_estimate_error_bytes=parts.estimate_error_bytes(),

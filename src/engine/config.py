@@ -5,42 +5,27 @@ only known later (the block count, what `auto` became) is a fact of the run and 
 The module imports no torch: the command line reads it to answer `--help`.
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from engine.graph.buckets import BUCKET_POLICIES, BucketTable
+from engine.checks import check_choice, check_range, check_sampling
+from engine.graph.config import GraphConfig
 from engine.memory.policies import KV_MEMORY_POLICIES
 
 DEVICES = ("auto", "cuda", "cpu")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULER_POLICIES = ("prefill_first",)
-GRAPH_MODES = ("full", "eager")
+ABOVE_LARGEST_BUCKET = ("eager", "cap", "error")
 KV_POLICIES = ("auto", *KV_MEMORY_POLICIES)
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "reference")
-SAMPLERS = ("torch", "compiled")
+SAMPLERS = ("auto", "torch", "compiled", "triton")
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 MAX_NUM_SEQS = 65_536  # each has a row of device memory
 MAX_KV_SIZE = 2**47  # bytes, tokens or blocks: what a processor can address
 DEFAULT_MEMORY_FRACTION = 0.9
 DEFAULT_CPU_KV_BYTES = 1 << 30
-
-
-def check_choice(key: str, value: object, allowed: Iterable[str]) -> None:
-    """Raise ValueError unless `value` is one of `allowed`."""
-    if value not in (names := tuple(allowed)):
-        raise ValueError(f"{key} must be one of {', '.join(names)}; got {value!r}")
-
-
-def check_range(key: str, value: Any, low: float, high: float | None = None, kind: type = int) -> None:
-    """Raise ValueError unless `value` is a `kind` in [low, high]; booleans are not numbers here."""
-    bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
-    wanted = "a whole number" if kind is int else "a number"
-    is_number = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
-    if not is_number or not (low <= value <= (float("inf") if high is None else high)):
-        raise ValueError(f"{key} must be {wanted} {bounds}; got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -136,33 +121,13 @@ class SchedulerConfig:
     max_num_seqs: int = 256  # most live requests: requests that hold KV blocks
     max_num_batched_tokens: int = 16384  # most prompt tokens in one prefill step
     overlap: bool = False  # schedule and launch step n+1 before the tokens of step n are read
+    above_largest_bucket: str = "eager"  # a batch that no graph holds: run it so, or never form it; or refuse
 
     def __post_init__(self) -> None:
+        check_choice("scheduler.above_largest_bucket", self.above_largest_bucket, ABOVE_LARGEST_BUCKET)
         check_choice("scheduler.policy", self.policy, SCHEDULER_POLICIES)
         check_range("scheduler.max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         check_range("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1)
-
-
-@dataclass(frozen=True)
-class GraphConfig:
-    """Which decode batch sizes get a graph. `eager` records none (the lesson's enforce_eager)."""
-
-    mode: str = "full"
-    buckets: Any = "nano_vllm"  # a policy's name or an explicit list of batch sizes
-    max_bucket: int = 512  # no policy captures a batch size above this; an explicit list may
-
-    def __post_init__(self) -> None:
-        check_choice("graph.mode", self.mode, GRAPH_MODES)
-        check_range("graph.max_bucket", self.max_bucket, 1)
-        if isinstance(self.buckets, str) and self.buckets in BUCKET_POLICIES:
-            return
-        if not isinstance(self.buckets, (list, tuple)) or not self.buckets:
-            raise ValueError(f"graph.buckets must be one of {', '.join(BUCKET_POLICIES)}, or a list such as [1,2,4,8]; "
-                             f"got {self.buckets!r}")
-        for size in self.buckets:
-            check_range("graph.buckets: each size", size, 1)
-        if len(set(self.buckets)) != len(self.buckets):
-            raise ValueError(f"graph.buckets must name each size once; got {list(self.buckets)}")
 
 
 @dataclass(frozen=True)
@@ -217,11 +182,12 @@ class KernelsConfig:
 class SamplerConfig:
     """How tokens are drawn, and the sampling parameters of requests that state none.
 
-    `torch` draws noise that is a pure function of (request seed, position, token id). `compiled` is the lesson's
-    exponential race under torch.compile, whose noise depends on the batch.
+    `torch` and `triton` draw noise that is a pure function of (request seed, position, token id): the same tokens, the
+    second in one pass over the logits. `compiled` is the lesson's exponential race under torch.compile, whose noise
+    depends on the batch.
     """
 
-    impl: str = "torch"
+    impl: str = "auto"  # auto: triton on a GPU, torch on a CPU
     temperature: float = 0.0
     top_k: int = 0  # 0: no limit
     top_p: float = 1.0
@@ -231,18 +197,6 @@ class SamplerConfig:
     def __post_init__(self) -> None:
         check_choice("sampler.impl", self.impl, SAMPLERS)
         check_sampling("sampler.", vars(self))
-
-
-def check_sampling(prefix: str, values: Mapping[str, Any]) -> None:
-    """Raise ValueError unless temperature, top_k, top_p and min_p in `values` are in range."""
-    check_range(f"{prefix}temperature", values["temperature"], 0, 100, kind=float)
-    check_range(f"{prefix}top_k", values["top_k"], 0, 2**31 - 1)
-    check_range(f"{prefix}min_p", values["min_p"], 0, 1, kind=float)
-    check_range(f"{prefix}top_p", values["top_p"], 0, 1, kind=float)
-    if values["top_p"] == 0:
-        raise ValueError(f"{prefix}top_p must be in (0, 1]; got 0")
-    if values["seed"] is not None:
-        check_range(f"{prefix}seed", values["seed"], 0, 2**63 - 1)
 
 
 @dataclass(frozen=True)
@@ -264,10 +218,14 @@ class EngineConfig:
                 f"scheduler.max_num_batched_tokens={self.scheduler.max_num_batched_tokens} is below "
                 f"model.max_model_len={self.model.max_model_len}: scheduler.policy=prefill_first computes a prompt in "
                 f"one step")
-        if self.graph.mode == "full":
-            BucketTable.build(self.graph.buckets, self.scheduler.max_num_seqs, self.graph.max_bucket)
+        self._check_buckets()
         if self.device == "cpu":
             self.check_runs_on("cpu")
+
+    def _check_buckets(self) -> None:
+        buckets = self.graph.bucket_table(self.scheduler.max_num_seqs)
+        if self.scheduler.above_largest_bucket == "error" and buckets is not None:
+            buckets.check_covers(self.scheduler.max_num_seqs)
 
     def check_runs_on(self, device_type: str) -> None:
         """Raise ValueError for a setting that a `device_type` ("cpu" or "cuda") has not."""
@@ -276,6 +234,8 @@ class EngineConfig:
             if self.kernels.attention not in ("auto", "reference"):
                 raise ValueError(f"kernels.attention={self.kernels.attention} needs a GPU; on a CPU it must be auto or "
                                  f"reference")
+            if self.sampler.impl == "triton":
+                raise ValueError("sampler.impl=triton needs a GPU; on a CPU it must be auto, torch or compiled")
             if kv.policy not in ("auto", "fixed"):
                 raise ValueError(f"kv.policy={kv.policy} measures a GPU's memory; on a CPU it must be auto or fixed")
             if kv.memory_fraction is not None:

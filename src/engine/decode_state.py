@@ -1,8 +1,9 @@
-"""Rows of live requests, on the device and on the host.
+"""Rows of live requests: what a decode step needs to know of each request, kept on the device from step to step.
 
-Each running request holds a row. On the device a row keeps its last token and its sampling parameters, so a decode step
-can be launched before the host has read the token that it feeds. On the host a row keeps its block table, brought up to
-date by differences. One row beyond the last is scratch for padding.
+Each running request holds a row. The device has its last token, its position, its sampling parameters and its block
+table, so a step is launched by saying which rows take part, before the host has read the tokens that they feed; a
+stage of the step itself moves the rows on. The host keeps a copy of the block tables for prefill, and sends a row's new
+block with the step that first needs it. One row beyond the last is scratch: padding reads it and leaves it as it is.
 """
 
 from collections.abc import Sequence
@@ -10,17 +11,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from engine.device import to_device
+from engine.kernels.rows import RowState
 from engine.request import Request
-from engine.sampler import SamplingBatch
+from engine.sampler import SamplingBatch, SamplingFilters
+from engine.scheduler.plan import ScheduledDecode, ScheduledPrefill
 
-
-def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`host` on `device`, without waiting: a copy from pinned memory does not stall the launches before it."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+NO_BLOCK = -1
 
 
 class RequestRows:
-    """`num_rows` rows; block tables have `table_width` columns. Shape letters: R rows of one step, B blocks."""
+    """`num_rows` rows; block tables have `table_width` columns. Shape letters: R rows of one step, N all rows."""
 
     def __init__(self, num_rows: int, table_width: int, block_size: int, device: torch.device) -> None:
         self.num_rows = num_rows
@@ -28,39 +29,60 @@ class RequestRows:
         self.scratch_row = num_rows
         self._device = device
         size = num_rows + 1
-        self.last_token = torch.zeros(size, dtype=torch.int32, device=device)
-        self._temperature = torch.zeros(size, dtype=torch.float32, device=device)
-        self._top_k = torch.zeros(size, dtype=torch.int32, device=device)
-        self._top_p = torch.ones(size, dtype=torch.float32, device=device)
-        self._min_p = torch.zeros(size, dtype=torch.float32, device=device)
-        self._seed = torch.zeros(size, dtype=torch.int64, device=device)
+        self.state = RowState(
+            last_token_N=torch.zeros(size, dtype=torch.int32, device=device),
+            position_N=torch.full((size,), -1, dtype=torch.int32, device=device),
+            temperature_N=torch.zeros(size, dtype=torch.float32, device=device),
+            seed_N=torch.zeros(size, dtype=torch.int64, device=device),
+            block_tables_NB=torch.zeros(size, table_width, dtype=torch.int32, device=device))
+        self._top_k_N = torch.zeros(size, dtype=torch.int32, device=device)
+        self._top_p_N = torch.ones(size, dtype=torch.float32, device=device)
+        self._min_p_N = torch.zeros(size, dtype=torch.float32, device=device)
         self._tables = np.zeros((size, table_width), dtype=np.int32)
         self._num_blocks = np.zeros(size, dtype=np.int64)
 
-    def admit(self, requests: Sequence[Request]) -> None:
-        """Write the sampling parameters and whole block tables of requests that have just been given a row."""
-        rows = torch.tensor([request.row for request in requests])
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes of all columns."""
+        columns = (*vars(self.state).values(), self._top_k_N, self._top_p_N, self._min_p_N)
+        return sum(column.nbytes for column in columns)
+
+    def admit(self, items: Sequence[ScheduledPrefill]) -> None:
+        """Write the rows of requests that have just been given one; the token they will feed first stands behind
+        the tokens of their prefill."""
+        requests = [item.request for item in items]
+        for request in requests:
+            num_blocks = self._num_blocks[request.row] = len(request.block_table)
+            self._tables[request.row, :num_blocks] = request.block_table
+        row_ids = np.array([request.row for request in requests])
+        rows_R = to_device(torch.from_numpy(row_ids), self._device)
         params = [request.params for request in requests]
-        self._write(self._temperature, rows, [p.temperature for p in params])
-        self._write(self._top_k, rows, [p.top_k for p in params])
-        self._write(self._top_p, rows, [p.top_p for p in params])
-        self._write(self._min_p, rows, [p.min_p for p in params])
-        self._write(self._seed, rows, [request.seed for request in requests])
-        for request in requests:
-            self._num_blocks[request.row] = 0
-        self.update_tables(requests)
+        columns = {
+            self.state.position_N: [item.num_tokens for item in items],
+            self.state.temperature_N: [p.temperature for p in params],
+            self.state.seed_N: [request.seed for request in requests],
+            self._top_k_N: [p.top_k for p in params],
+            self._top_p_N: [p.top_p for p in params],
+            self._min_p_N: [p.min_p for p in params],
+        }
+        for column, values in columns.items():
+            column[rows_R] = to_device(torch.tensor(values, dtype=column.dtype), self._device)
+        self.state.block_tables_NB[rows_R] = to_device(torch.from_numpy(self._tables[row_ids]), self._device)
 
-    def _write(self, column: torch.Tensor, rows: torch.Tensor, values: list[float] | list[int]) -> None:
-        column[to_device(rows, self._device)] = to_device(torch.tensor(values, dtype=column.dtype), self._device)
-
-    def update_tables(self, requests: Sequence[Request]) -> None:
-        """Append the blocks that requests have gained since their rows were last written."""
-        counts = self._num_blocks
-        for request in requests:
-            row, known = request.row, counts[request.row]
-            if len(request.block_table) != known:
-                self._tables[row, known:len(request.block_table)] = request.block_table[known:]
-                counts[row] = len(request.block_table)
+    def new_blocks(self, items: Sequence[ScheduledDecode]) -> list[int]:
+        """The block that each request has gained since its row was last written, or -1; a step needs at most one."""
+        counts, tables = self._num_blocks, self._tables
+        new_blocks = []
+        for item in items:
+            row, table = item.request.row, item.request.block_table
+            if len(table) == counts[row]:
+                new_blocks.append(NO_BLOCK)
+                continue
+            assert len(table) == counts[row] + 1, f"{len(table)} blocks, {counts[row]} known"
+            tables[row, counts[row]] = table[-1]
+            counts[row] += 1
+            new_blocks.append(table[-1])
+        return new_blocks
 
     def tables(self, rows_R: np.ndarray) -> np.ndarray:
         """Block tables of `rows_R` as [R, B]; columns beyond a request's blocks hold whatever was there before."""
@@ -70,17 +92,21 @@ class RequestRows:
         """Slot of each (row, position) pair."""
         return self._tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
 
+    def filters(self, requests: Sequence[Request]) -> SamplingFilters | None:
+        """Top-k, top-p and min-p of the requests; None if none that is drawn at random has any."""
+        if not any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+                   for p in (request.params for request in requests)):
+            return None
+        rows_R = to_device(torch.tensor([request.row for request in requests]), self._device)
+        return SamplingFilters(self._top_k_N[rows_R], self._top_p_N[rows_R], self._min_p_N[rows_R])
+
     def sampling_batch(self, requests: Sequence[Request], rows_R: torch.Tensor,
                        positions_R: torch.Tensor) -> SamplingBatch:
-        """Sampling parameters of `requests`; `positions_R` are those of the tokens to be drawn."""
-        drawn = [request.params for request in requests if request.params.temperature > 0]
-        return SamplingBatch(
-            temperature_R=self._temperature[rows_R],
-            top_k_R=self._top_k[rows_R],
-            top_p_R=self._top_p[rows_R],
-            min_p_R=self._min_p[rows_R],
-            seed_R=self._seed[rows_R],
-            position_R=positions_R,
-            all_greedy=not drawn,
-            needs_filter=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in drawn),
-        )
+        """How the first tokens of `requests` are drawn, which will stand at `positions_R`."""
+        return SamplingBatch(self.state.temperature_N[rows_R], self.state.seed_N[rows_R], positions_R,
+                             is_greedy(requests), self.filters(requests))
+
+
+def is_greedy(requests: Sequence[Request]) -> bool:
+    """Whether no request draws at random."""
+    return not any(request.params.temperature > 0 for request in requests)

@@ -15,7 +15,9 @@ from dataclasses import replace
 from engine.assembly import assemble
 from engine.block_allocator import BlockAllocator
 from engine.config import EngineConfig
+from engine.graph.buckets import BucketTable
 from engine.intake import Intake, Params, Prompt
+from engine.probe import DecodeProbe
 from engine.records import EngineRecords, RequestRecord, StepRecord
 from engine.request import Request, RequestOutput, RequestState, SamplingParams, TokenEvent
 from engine.runner import LaunchedStep, ModelRunner
@@ -48,17 +50,30 @@ class Engine:
         self._gauge = parts.gauge
         self._intake = Intake(self.tokenizer, self.vocab_size, config.model.max_model_len, config.sampler)
         self._allocator = BlockAllocator(parts.kv_cache.num_blocks, parts.kv_cache.block_size, config.kv.prefix_cache)
-        self._scheduler = make_scheduler(config.scheduler, self._allocator, config.model.max_model_len)
-        self._runner = ModelRunner(parts.decoder, parts.kv_cache.layers(), parts.rows, parts.static, parts.sampler,
-                                   parts.buckets, parts.graphs, parts.device)
+        self._scheduler = make_scheduler(config.scheduler, self._allocator, config.model.max_model_len,
+                                         self._max_running(parts.buckets))
+        self._runner = ModelRunner(parts.decode_step, parts.buckets, parts.graphs, parts.device, parts.stream)
+        self._make_probe = parts.make_probe
         self._requests: dict[int, Request] = {}  # unfinished
         self._texts: dict[int, TextStream] = {}
         self._new_text: dict[int, str] = {}
         self._ended_on_arrival: list[Request] = []
         self._pending: deque[tuple[LaunchedStep, StepRecord]] = deque()  # launched, not committed
         self._num_steps = 0
+        for warning in parts.warnings:
+            self._warn_once(warning)
         if parts.buckets is not None and (gap := parts.buckets.uncovered(config.scheduler.max_num_seqs)):
-            self._warn_once(gap)
+            self._warn_once(gap if self._scheduler.max_running > parts.buckets.largest else
+                            f"at most {parts.buckets.largest} requests run at once: scheduler.above_largest_bucket=cap")
+
+    def _max_running(self, buckets: BucketTable | None) -> int:
+        """Most requests that may hold KV at once. Raises ValueError where every batch must have a graph and has not."""
+        scheduler = self.config.scheduler
+        if buckets is None or scheduler.above_largest_bucket == "eager":
+            return scheduler.max_num_seqs
+        if scheduler.above_largest_bucket == "error":
+            buckets.check_covers(scheduler.max_num_seqs)
+        return min(scheduler.max_num_seqs, buckets.largest)
 
     def __enter__(self) -> "Engine":
         return self
@@ -72,7 +87,7 @@ class Engine:
             self._is_closed = True
             self._pending.clear()
             self._requests.clear()
-            del self._runner
+            del self._runner, self._make_probe
             self._gauge.trim()
 
     def generate(self, prompts: Sequence[Prompt], params: Params = None) -> list[RequestOutput]:
@@ -229,6 +244,17 @@ class Engine:
         if message not in self.records.warnings:
             self.records.warnings.append(message)
             log.warning(message)
+
+    def probe(self) -> DecodeProbe:
+        """Synthetic decode steps on this engine. Raises ValueError while requests are unfinished.
+
+        A probe overwrites the KV cache, so cached prefixes are forgotten.
+        """
+        self._check_open()
+        if self._requests:
+            raise ValueError(f"{len(self._requests)} requests are unfinished, and a probe would overwrite their KV")
+        self.reset_prefix_cache()
+        return self._make_probe()
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes, so that what follows is computed as if for the first time."""

@@ -18,6 +18,20 @@ class BucketRecord:
     capture_s: float
     pool_bytes: int | None  # growth of the graph pool inside torch's allocator
     outside_bytes: int | None  # growth of the process on the device outside torch's allocator
+    num_nodes: int | None = None  # of the graph: kernels, copies, memory sets
+    num_kernels: int | None = None  # of these, kernels
+    replay_ms: float | None = None  # device time of a replay on padding alone: what the bucket costs beside attention
+
+
+@dataclass(frozen=True)
+class ParityRecord:
+    """Replay against eager execution of the same stages on the same padded batch, compared on the live rows."""
+
+    batch_size: int
+    num_live: int
+    max_difference: float | None  # of the last hidden states or logits recorded; 0: equal bit for bit; None: not finite
+    num_differing_tokens: int
+    passed: bool
 
 
 @dataclass(frozen=True)
@@ -47,7 +61,12 @@ class StartupRecord:
     kv_bytes: int
     kv_bytes_per_token: int
     device_total_bytes: int
-    buckets: tuple[BucketRecord, ...]
+    scope: str  # what the graphs recorded: body | logits | step | none
+    sampler: str  # torch | compiled | triton
+    buckets: tuple[BucketRecord, ...]  # in ascending order of size
+    capture_order: tuple[int, ...]
+    parity: tuple[ParityRecord, ...]
+    disabled_buckets: tuple[int, ...]  # captured, and failed the parity check
     ledger: tuple[LedgerEntry, ...]
     seconds: dict[str, float]  # start-up verb -> duration
     kv_estimate_error_bytes: int | None = None  # measured graph bytes minus those rehearsed; None without rehearsal

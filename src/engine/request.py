@@ -8,7 +8,7 @@ it never waits for values, and reading them may lag one step behind.
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine.config import check_range, check_sampling
+from engine.checks import check_range, check_sampling
 
 
 @dataclass(frozen=True)

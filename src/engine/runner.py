@@ -11,14 +11,12 @@ import numpy as np
 import torch
 
 from engine.batch import PrefillBatch
-from engine.decode_state import RequestRows, to_device
+from engine.decode_state import RequestRows, is_greedy
+from engine.decode_step import SCOPE_STAGES, STAGES, DecodeStep, StepHints
+from engine.device import on_stream, to_device
 from engine.graph.buckets import BucketTable
 from engine.graph.graphs import DecodeGraphs
-from engine.graph.static_batch import StaticBatch
-from engine.kernels.attention import LayerCache
-from engine.model.decoder import Decoder
 from engine.records import EAGER, GRAPH
-from engine.sampler import Sampler
 from engine.scheduler.plan import ScheduledDecode, ScheduledPrefill, StepPlan
 
 
@@ -54,70 +52,82 @@ class LaunchedStep:
 class ModelRunner:
     """The model with everything a step needs. Shape letters: T tokens, R rows, H hidden size."""
 
-    decoder: Decoder
-    caches: Sequence[LayerCache]
-    rows: RequestRows
-    static: StaticBatch
-    sampler: Sampler
+    decode_step: DecodeStep
     buckets: BucketTable | None  # None: eager mode
     graphs: DecodeGraphs | None
     device: torch.device
+    stream: torch.cuda.Stream | None
+
+    @property
+    def rows(self) -> RequestRows:
+        return self.decode_step.rows
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue one step: forward of both batches, one sampling over all their requests, tokens into the rows."""
-        route, outputs = PREFILL_ROUTE, []
-        if plan.prefill:
-            outputs.append(self._prefill(plan.prefill))
-        if plan.decode:
-            route = self.route(len(plan.decode))
-            outputs.append(self._decode(plan.decode, route))
-        hidden_RH, rows_R, positions_R = map(_join, zip(*outputs, strict=True))
-        logits_RV = self.decoder.logits(hidden_RH)
-        tokens_R = self.sampler(logits_RV, self.rows.sampling_batch(plan.requests, rows_R, positions_R))
-        self.rows.last_token[rows_R] = tokens_R
-        return self._read_later(plan, route, tokens_R)
+        """Queue one step: forward and sampling of both batches, tokens into the rows."""
+        route, tokens = PREFILL_ROUTE, []
+        with on_stream(self.stream):
+            if plan.prefill:
+                tokens.append(self._prefill(plan.prefill))
+            if plan.decode:
+                hints = self._hints(plan.decode)
+                route = self.route(len(plan.decode), hints)
+                tokens.append(self._decode(plan.decode, route, hints))
+            return self._read_later(plan, route, tokens[0] if len(tokens) == 1 else torch.cat(tokens))
 
     def _read_later(self, plan: StepPlan, route: Route, tokens_R: torch.Tensor) -> LaunchedStep:
+        """Copy the tokens before the next step overwrites them."""
         if self.device.type != "cuda":
-            return LaunchedStep(plan, route, tokens_R, None)
+            return LaunchedStep(plan, route, tokens_R.clone(), None)
         host_R = torch.empty(tokens_R.shape, dtype=tokens_R.dtype, pin_memory=True)
         host_R.copy_(tokens_R, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
         return LaunchedStep(plan, route, host_R, ready)
 
-    def route(self, batch_size: int) -> Route:
+    def route(self, batch_size: int, hints: StepHints) -> Route:
         """Which path a decode batch takes; never eager in silence: the reason is part of the step's record."""
         if self.buckets is None or self.graphs is None:
-            return Route(EAGER, "enforce_eager")
+            return Route(EAGER, "enforce_eager" if self.graphs is None else "parity_failed")
         bucket = self.buckets.find(batch_size)
         if bucket is None:
             return Route(EAGER, "above_largest_bucket")
+        if hints.filters is not None and self.graphs.scope == "step":
+            return Route(GRAPH, "captured, but filters sample outside", bucket)
         return Route(GRAPH, "captured", bucket)
 
-    def _decode(self, items: Sequence[ScheduledDecode],
-                route: Route) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states, rows and new tokens' positions of the live requests."""
-        live = len(items)
-        self.rows.update_tables([item.request for item in items])
-        rows_R = np.fromiter((item.request.row for item in items), np.int32, live)
-        positions_R = np.fromiter((item.position for item in items), np.int32, live)
-        self.static.write(rows_R, positions_R, route.bucket or live)
-        if route.bucket is None:
-            hidden_RH = self.decoder.forward(self.static.batch(live, int(positions_R.max()) + 1), self.caches)
-        else:
-            assert self.graphs is not None
-            hidden_RH = self.graphs.replay(route.bucket)[:live]
-        return hidden_RH, self.static.rows_R(live), self.static.context_lens_R(live)
+    def _hints(self, items: Sequence[ScheduledDecode]) -> StepHints:
+        requests = [item.request for item in items]
+        return StepHints(max(item.position for item in items) + 1, is_greedy(requests), self.rows.filters(requests))
 
-    def _prefill(self, items: Sequence[ScheduledPrefill]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states of each request's last token, their rows and the new tokens' positions."""
-        self.rows.admit([item.request for item in items])
+    def _decode(self, items: Sequence[ScheduledDecode], route: Route, hints: StepHints) -> torch.Tensor:
+        """Tokens of the live requests, in the static batch."""
+        step, live = self.decode_step, len(items)
+        step.static.write([item.request.row for item in items], self.rows.new_blocks(items), route.bucket or live)
+        if route.bucket is None:
+            step.run(STAGES, live, hints)
+            return step.static.tokens_R[:live]
+        assert self.graphs is not None
+        recorded = SCOPE_STAGES[self.graphs.scope]
+        step.run(STAGES[:STAGES.index(recorded[0])], route.bucket)
+        self.graphs.replay(route.bucket)
+        step.run(STAGES[STAGES.index(recorded[-1]) + 1:], live, hints)
+        if "sample" in recorded and hints.filters is not None:
+            step.resample(live, hints)
+        return step.static.tokens_R[:live]
+
+    def _prefill(self, items: Sequence[ScheduledPrefill]) -> torch.Tensor:
+        """Tokens that follow the prompts, also written to the requests' rows."""
+        self.rows.admit(items)
         batch, rows_R = build_prefill_batch(items, self.rows, self.device)
-        hidden_TH = self.decoder.forward(batch, self.caches)
-        ends = torch.tensor([item.num_tokens for item in items], dtype=torch.int32)
-        return hidden_TH[batch.last_token_indices_R], rows_R, to_device(ends, self.device)
+        step = self.decode_step
+        hidden_TH = step.decoder.forward(batch, step.caches)
+        logits_RV = step.decoder.logits(hidden_TH[batch.last_token_indices_R])
+        requests = [item.request for item in items]
+        tokens_R = step.sampler(logits_RV, self.rows.sampling_batch(requests, rows_R,
+                                                                    self.rows.state.position_N[rows_R]))
+        self.rows.state.last_token_N[rows_R] = tokens_R
+        return tokens_R
 
 
 def build_prefill_batch(items: Sequence[ScheduledPrefill], rows: RequestRows,
@@ -150,7 +160,3 @@ def build_prefill_batch(items: Sequence[ScheduledPrefill], rows: RequestRows,
 
 def _cumulative(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-
-
-def _join(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -14,32 +14,38 @@ from functools import cache
 import numpy as np
 import torch
 
-from engine.config import SAMPLERS, check_choice
+from engine.checks import check_choice
 from engine.kernels import noise as reference_noise
 
 FILTER_ROWS = 32  # a sort of [R, V] needs several times the memory of the logits; this bounds it
 
 
 @dataclass(frozen=True)
-class SamplingBatch:
-    """How each row is sampled. The two booleans are known to the host and may only save work, never change a token."""
+class SamplingFilters:
+    """Which tokens may be drawn at all."""
 
-    temperature_R: torch.Tensor  # float32; 0: greedy
     top_k_R: torch.Tensor  # int32; 0: off
     top_p_R: torch.Tensor  # float32; 1: off
     min_p_R: torch.Tensor  # float32; 0: off
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """How each row is sampled. `all_greedy` is known to the host; it may save work and never changes a token."""
+
+    temperature_R: torch.Tensor  # float32; 0: greedy
     seed_R: torch.Tensor  # int64, at least 0
     position_R: torch.Tensor  # int32: position of the token that is sampled, which is the context length so far
-    all_greedy: bool
-    needs_filter: bool  # some row has top-k, top-p or min-p
+    all_greedy: bool = False
+    filters: SamplingFilters | None = None  # None: no row has any
 
 
 Sampler = Callable[[torch.Tensor, SamplingBatch], torch.Tensor]
 
 
 def make_sampler(impl: str) -> Sampler:
-    """The function (logits_RV, batch) -> int32 token ids [R] that `sampler.impl` names."""
-    check_choice("sampler.impl", impl, SAMPLERS)
+    """The function (logits_RV, batch) -> int32 token ids [R] that `sampler.impl` names; `auto` is none of them."""
+    check_choice("sampler.impl", impl, IMPLEMENTATIONS)
     return IMPLEMENTATIONS[impl]
 
 
@@ -48,11 +54,17 @@ def sample_by_seed(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tenso
     greedy_R = logits_RV.argmax(-1)
     if batch.all_greedy:
         return greedy_R.int()
-    if batch.needs_filter:
-        logits_RV = filter_logits(logits_RV, batch)
+    logits_RV = filter_logits(logits_RV, batch)
     draw = _noise_of(logits_RV.device)
     noisy_RV = _scale(logits_RV, batch.temperature_R).add_(draw(batch.seed_R, batch.position_R, logits_RV.shape[1]))
     return torch.where(batch.temperature_R > 0, noisy_RV.argmax(-1), greedy_R).int()
+
+
+def sample_in_one_pass(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """The tokens of `sample_by_seed`, in Triton: the logits are read once, and no noise is written."""
+    from engine.kernels import sample_triton  # needs Triton, which a CPU machine may lack
+
+    return sample_triton.sample(filter_logits(logits_RV, batch), batch.temperature_R, batch.seed_R, batch.position_R)
 
 
 def sample_by_race(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -63,17 +75,20 @@ def sample_by_race(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tenso
     greedy_R = logits_RV.argmax(-1)
     if batch.all_greedy:
         return greedy_R.int()
-    if batch.needs_filter:
-        logits_RV = filter_logits(logits_RV, batch)
+    logits_RV = filter_logits(logits_RV, batch)
     return torch.where(batch.temperature_R > 0, _compiled_race()(logits_RV, batch.temperature_R), greedy_R).int()
 
 
-IMPLEMENTATIONS: dict[str, Sampler] = {"torch": sample_by_seed, "compiled": sample_by_race}
+IMPLEMENTATIONS: dict[str, Sampler] = {"torch": sample_by_seed, "triton": sample_in_one_pass,
+                                       "compiled": sample_by_race}
+SEEDED = ("torch", "triton")  # a request's tokens depend on its seed alone
 
 
 def filter_logits(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """The logits with -inf where top-k, then top-p, then min-p drop a token; the most likely one always stays."""
-    columns = (logits_RV, batch.temperature_R, batch.top_k_R, batch.top_p_R, batch.min_p_R)
+    if (filters := batch.filters) is None:
+        return logits_RV
+    columns = (logits_RV, batch.temperature_R, filters.top_k_R, filters.top_p_R, filters.min_p_R)
     return torch.cat([_filter_rows(*rows) for rows in zip(*(c.split(FILTER_ROWS) for c in columns), strict=True)])
 
 

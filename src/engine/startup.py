@@ -8,15 +8,16 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
-from engine.batch import PADDING_SLOT, PrefillBatch
 from engine.config import DEFAULT_CPU_KV_BYTES, DEFAULT_MEMORY_FRACTION, EngineConfig
 from engine.decode_state import RequestRows
-from engine.graph.buckets import BucketTable
-from engine.graph.graphs import DecodeGraphs, Recorder, make_recorder
+from engine.decode_step import DecodeStep, row_kernels
+from engine.device import make_stream
+from engine.graph.graphs import DecodeGraphs, capture_order
+from engine.graph.parity import buckets_to_check, check_parity, failures
+from engine.graph.recorder import make_recorder
 from engine.graph.static_batch import StaticBatch
 from engine.kernels.attention import AttentionBackend
 from engine.memory.gauge import GIB, MIB, make_gauge
@@ -24,29 +25,35 @@ from engine.memory.kv_cache import KVCache
 from engine.model.decoder import Decoder
 from engine.model.source import ModelSource
 from engine.model.weights import init_dummy, load_weights
-from engine.records import BucketRecord, LedgerEntry
-from engine.sampler import SamplingBatch, make_sampler
+from engine.probe import DecodeProbe
+from engine.records import BucketRecord, LedgerEntry, ParityRecord
+from engine.sampler import SEEDED, make_sampler
+from engine.worst_case import run_worst_case
 
 OnStage = Callable[[str], None]
+PARITY_TEMPERATURE = 0.8
 
 
 class EngineStartup:
     """Holds what the verbs have built so far: `decoder`, `rows`, `static`, `kv_cache`, `graphs`."""
 
     def __init__(self, config: EngineConfig, source: ModelSource, device: torch.device, attention: AttentionBackend,
-                 block_size: int, on_stage: OnStage) -> None:
+                 sampler: str, block_size: int, on_stage: OnStage) -> None:
         self._config, self.device = config, device
         self._attention, self._block_size, self._on_stage = attention, block_size, on_stage
         self.source = source
         arch, scheduler = source.architecture, config.scheduler
         self.gauge = make_gauge(device)
-        self.buckets = None if config.graph.mode == "eager" else BucketTable.build(
-            config.graph.buckets, scheduler.max_num_seqs, config.graph.max_bucket)
-        self.recorder = make_recorder(device)
-        self.sampler = make_sampler(config.sampler.impl)
+        self.stream = make_stream(device)
+        self.buckets = config.graph.bucket_table(scheduler.max_num_seqs)
+        self.sampler_name, self.sampler = sampler, make_sampler(sampler)
         torch.manual_seed(config.sampler.seed)  # the noise of sampler.impl=compiled comes from torch's own generator
         self.seconds: dict[str, float] = {}
         self.bucket_records: tuple[BucketRecord, ...] = ()
+        self.capture_order: tuple[int, ...] = ()
+        self.parity_records: tuple[ParityRecord, ...] = ()
+        self.disabled_buckets: tuple[int, ...] = ()
+        self.warnings: list[str] = []
         self._table_width = math.ceil(config.model.max_model_len / block_size)
         self.block_bytes = block_size * arch.kv_bytes_per_token(source.dtype.itemsize)
         self._activation_bytes = 0
@@ -73,7 +80,9 @@ class EngineStartup:
                 assert source.directory is not None
                 load_weights(self.decoder, source.directory)
             self.rows = RequestRows(scheduler.max_num_seqs, self._table_width, self._block_size, self.device)
-            self.static = StaticBatch(scheduler.max_num_seqs, self._table_width, self.rows, self.device)
+            arch = source.architecture
+            self.static = StaticBatch(scheduler.max_num_seqs, self.rows, arch.hidden_size, arch.vocab_size,
+                                      source.dtype, self.device)
 
     @torch.inference_mode()
     def profile_forward(self) -> int:
@@ -82,33 +91,14 @@ class EngineStartup:
             self.gauge.trim()
             self.gauge.reset_peak()
             before = self.gauge.allocated_bytes()
-            self._largest_step(stand_in)
+            scheduler = self._config.scheduler
+            run_worst_case(self.decoder, self.sampler, stand_in.layers(), scheduler.max_num_seqs,
+                           scheduler.max_num_batched_tokens, self._config.model.max_model_len, self.device)
             self._activation_bytes = self.gauge.peak_allocated_bytes() - before
         return self._activation_bytes
 
     def _stand_in_cache(self) -> KVCache:
         return KVCache.allocate(self.source.architecture, 1, self._block_size, self.source.dtype, self.device)
-
-    def _largest_step(self, cache: KVCache) -> None:
-        """The largest prefill that the scheduler can form, and logits and sampling for the most requests."""
-        scheduler, max_len = self._config.scheduler, self._config.model.max_model_len
-        num_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * max_len)
-        lengths = [min(max_len, num_tokens - start) for start in range(0, num_tokens, max_len)]
-        int32 = partial(torch.tensor, dtype=torch.int32, device=self.device)
-        cu_seqlens = int32([0, *lengths]).cumsum(0, dtype=torch.int32)
-        batch = PrefillBatch(
-            input_ids_T=torch.zeros(num_tokens, dtype=torch.int32, device=self.device),
-            positions_T=int32([position for length in lengths for position in range(length)]),
-            slot_mapping_T=torch.full((num_tokens,), PADDING_SLOT, dtype=torch.int32, device=self.device),
-            cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max(lengths), max_seqlen_k=max(lengths),
-            last_token_indices_R=(cu_seqlens[1:] - 1).long())
-        hidden_TH = self.decoder.forward(batch, cache.layers())
-        rows = torch.arange(scheduler.max_num_seqs, device=self.device)
-        logits_RV = self.decoder.logits(hidden_TH[rows % num_tokens])
-        ones = torch.ones(len(rows), device=self.device)
-        self.sampler(logits_RV, SamplingBatch(
-            temperature_R=ones, top_k_R=ones.int(), top_p_R=ones / 2, min_p_R=ones / 2, seed_R=rows,
-            position_R=rows.int(), all_greedy=False, needs_filter=True))
 
     @torch.inference_mode()
     def rehearse_capture(self) -> int:
@@ -117,9 +107,8 @@ class EngineStartup:
             return 0
         with self._verb("rehearse_capture"):
             sizes = self.buckets.sizes[-2:]
-            # With a recorder of its own, so that the rehearsal's pool can be given back.
-            graphs = self._make_graphs(self._stand_in_cache(), make_recorder(self.device))
-            *further, first = graphs.capture(sizes)
+            graphs = self._make_graphs(self._make_step(self._stand_in_cache()))
+            *further, first = graphs.capture(sizes[::-1])
             num_further = len(self.buckets.sizes) - 1
             pool = (first.pool_bytes or 0) + sum(record.pool_bytes or 0 for record in further) * num_further
             outside = (first.outside_bytes or 0) + sum(record.outside_bytes or 0 for record in further) * num_further
@@ -128,11 +117,14 @@ class EngineStartup:
             self.gauge.trim()
         return pool + outside
 
-    def _make_graphs(self, cache: KVCache, recorder: Recorder) -> DecodeGraphs:
-        hidden_RH = torch.empty(self._config.scheduler.max_num_seqs, self.source.architecture.hidden_size,
-                                dtype=self.source.dtype, device=self.device)
-        return DecodeGraphs(partial(self.decoder.forward, caches=cache.layers()), self.static, hidden_RH, recorder,
-                            self.gauge)
+    def _make_step(self, cache: KVCache) -> DecodeStep:
+        return DecodeStep(self.decoder, cache.layers(), self.rows, self.static, self.sampler, row_kernels(self.device))
+
+    def _make_graphs(self, step: DecodeStep) -> DecodeGraphs:
+        """With a recorder of its own, so that the pool of a rehearsal can be given back."""
+        graph = self._config.graph
+        recorder = make_recorder(self.device, has_shared_pool=graph.pool == "shared")
+        return DecodeGraphs(step, graph.scope, recorder, self.gauge, graph.warmup_runs)
 
     def limit_bytes(self) -> int:
         """Most of the device that may be in use, by whomever: kv.memory_fraction of its total."""
@@ -194,12 +186,39 @@ class EngineStartup:
 
     @torch.inference_mode()
     def capture(self) -> None:
+        """Capture every bucket, then check as many against eager execution as graph.parity_check says.
+
+        Raises ValueError for a bucket that fails the check, unless graph.on_parity_failure=disable drops it.
+        """
+        self.decode_step = self._make_step(self.kv_cache)
         self.graphs: DecodeGraphs | None = None
         if self.buckets is None:
             return
+        graph = self._config.graph
         with self._verb("capture"):
-            self.graphs = self._make_graphs(self.kv_cache, self.recorder)
-            self.bucket_records = self.graphs.capture(self.buckets.sizes)
+            self.capture_order = tuple(capture_order(graph.capture_order, self.buckets.sizes, graph.capture_seed))
+            self.graphs = self._make_graphs(self.decode_step)
+            self.bucket_records = self.graphs.capture(self.capture_order)
+        if sizes := buckets_to_check(graph.parity_check, self.buckets.sizes):
+            with self._verb("check_parity"):
+                temperature = PARITY_TEMPERATURE if self.sampler_name in SEEDED else 0.0
+                self.parity_records = check_parity(self.make_probe(), sizes, temperature)
+            self._act_on_parity()
+
+    def make_probe(self) -> DecodeProbe:
+        """Synthetic decode steps on what has been built."""
+        return DecodeProbe(self.decode_step, self.graphs, self.kv_cache, self._config.model.max_model_len, self.stream)
+
+    def _act_on_parity(self) -> None:
+        assert self.buckets is not None
+        if not (sentence := failures(self.parity_records)):
+            return
+        if self._config.graph.on_parity_failure == "stop":
+            raise ValueError(f"graph.parity_check: {sentence}; graph.on_parity_failure=disable runs without them")
+        self.disabled_buckets = tuple(sorted({record.batch_size for record in self.parity_records
+                                              if not record.passed}))
+        self.buckets = self.buckets.without(self.disabled_buckets)
+        self.warnings.append(f"{sentence}; these buckets are not used")
 
     def ledger(self) -> tuple[LedgerEntry, ...]:
         """Bytes by part. `other` is what the device has in use beyond them: context, libraries, other processes."""

@@ -7,7 +7,8 @@ These dataclasses are what Hydra composes into; `conf/*.yaml` only says what mak
 from dataclasses import dataclass, field
 from typing import Optional
 
-from engine.config import EngineConfig, GraphConfig, ModelConfig, check_choice, check_range
+from engine.checks import check_choice, check_range
+from engine.config import EngineConfig, GraphConfig, ModelConfig
 
 WORKLOADS = ("text", "nano_vllm_bench", "fixed")
 TRACKERS = ("wandb", "none")

@@ -184,8 +184,8 @@ def test_replay_uses_the_captured_buffers_and_nothing_of_the_caller(config):
         replay = engine._runner.graphs.replay
 
         def replay_after_overwriting(size):
-            for fields, tables in engine._runner.static._host:
-                fields.fill_(-7), tables.fill_(-7)
+            for host in engine._runner.decode_step.static._host:
+                host.fill_(-7)
             return replay(size)
 
         engine._runner.graphs.replay = replay_after_overwriting
@@ -200,7 +200,7 @@ def test_a_closed_engine_gives_its_model_back_and_takes_no_requests(config, mode
     try:
         engine = Engine(replace(config, graph=GraphConfig(mode=mode)))
         engine.generate(PROMPTS, SAMPLED)
-        decoder = weakref.ref(engine._runner.decoder)
+        decoder = weakref.ref(engine._runner.decode_step.decoder)
         engine.close()
         engine.close()
         assert decoder() is None

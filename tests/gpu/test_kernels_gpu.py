@@ -7,7 +7,7 @@ import torch
 
 from engine.kernels import noise as reference_noise
 from engine.kernels.attention import choose_attention
-from engine.sampler import SamplingBatch, make_sampler
+from engine.sampler import SamplingBatch, SamplingFilters, make_sampler
 from kernels.attention_cases import decode_batch, fill_pages, prefill_case, textbook
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -134,9 +134,10 @@ def _sampling_batch(num_rows: int, device: torch.device = DEVICE) -> SamplingBat
     """Every fourth row greedy, the others with some filter each."""
     row = torch.arange(num_rows, device=device)
     return SamplingBatch(
-        temperature_R=(row % 4) / 2, top_k_R=torch.where(row % 4 == 1, 20, 0).int(),
-        top_p_R=torch.where(row % 4 == 2, 0.9, 1.0), min_p_R=torch.where(row % 4 == 3, 0.05, 0.0),
-        seed_R=row * 2**40, position_R=row.int(), all_greedy=False, needs_filter=True)
+        temperature_R=(row % 4) / 2, seed_R=row * 2**40, position_R=row.int(),
+        filters=SamplingFilters(top_k_R=torch.where(row % 4 == 1, 20, 0).int(),
+                                top_p_R=torch.where(row % 4 == 2, 0.9, 1.0),
+                                min_p_R=torch.where(row % 4 == 3, 0.05, 0.0)))
 
 
 def _without_waiting(work):

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from engine.config import SAMPLERS
-from engine.sampler import IMPLEMENTATIONS, SamplingBatch, filter_logits, make_sampler
+from engine.sampler import IMPLEMENTATIONS, SamplingBatch, SamplingFilters, filter_logits, make_sampler
 
 
 def sampling_batch(num_rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None,
@@ -25,21 +25,22 @@ def sampling_batch(num_rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, see
         return torch.tensor(values, dtype=dtype)
     temperature_R = column(temperature, torch.float32)
     top_k_R, top_p_R, min_p_R = column(top_k, torch.int32), column(top_p, torch.float32), column(min_p, torch.float32)
+    has_filter = bool(top_k_R.any() or (top_p_R < 1).any() or min_p_R.any())
     return SamplingBatch(
-        temperature_R, top_k_R, top_p_R, min_p_R,
+        temperature_R,
         seed_R=torch.arange(num_rows) if seeds is None else seeds,
         position_R=torch.zeros(num_rows, dtype=torch.int32) if positions is None else positions.int(),
         all_greedy=not temperature_R.any(),
-        needs_filter=bool(top_k_R.any() or (top_p_R < 1).any() or min_p_R.any()))
+        filters=SamplingFilters(top_k_R, top_p_R, min_p_R) if has_filter else None)
 
 
 def test_every_configurable_sampler_exists():
-    assert tuple(IMPLEMENTATIONS) == SAMPLERS
-    with pytest.raises(ValueError, match=r"sampler.impl must be one of torch, compiled; got 'dice'"):
+    assert {"auto", *IMPLEMENTATIONS} == set(SAMPLERS)
+    with pytest.raises(ValueError, match=r"sampler.impl must be one of torch, triton, compiled; got 'dice'"):
         make_sampler("dice")
 
 
-@pytest.mark.parametrize("impl", SAMPLERS)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
 def test_greedy_rows_take_the_first_largest_logit_beside_sampled_rows(impl, top_p):
     logits_RV = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
@@ -84,7 +85,7 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept():
     assert kept_RV.isfinite().tolist() == [[False, True, True, True, True]] * 2
 
 
-@pytest.mark.parametrize("impl", SAMPLERS)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_tokens_come_with_their_probabilities(impl, top_k):
     torch.manual_seed(0)
@@ -110,8 +111,9 @@ def test_a_seeded_request_draws_the_same_in_any_row_of_any_batch(order, size):
                            seeds=torch.tensor([7, 7, 8, 9, 2**62]), positions=torch.tensor([3, 4, 5, 6, 7]))
     expected = make_sampler("torch")(logits_RV, whole)
     rows = torch.tensor(order[:size])
-    columns = {name: value[rows] for name, value in vars(whole).items() if isinstance(value, torch.Tensor)}
-    part = replace(whole, **columns)
+    filters = SamplingFilters(*(column[rows] for column in vars(whole.filters).values()))
+    part = replace(whole, temperature_R=whole.temperature_R[rows], seed_R=whole.seed_R[rows],
+                   position_R=whole.position_R[rows], filters=filters)
     assert torch.equal(make_sampler("torch")(logits_RV[rows], part), expected[rows])
 
 

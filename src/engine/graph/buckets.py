@@ -6,17 +6,28 @@ nano-vllm's, on which the first policy is modelled, stops at the last multiple o
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 
-def nano_vllm(limit: int) -> list[int]:
+@dataclass(frozen=True)
+class BucketOptions:
+    """What some policies need beyond the limit; the keys of the same names in `GraphConfig`."""
+
+    step: int = 16
+    histogram: Any = None
+    max_graphs: int | None = None
+    max_graph_bytes: int | None = None
+
+
+def nano_vllm(limit: int, options: BucketOptions) -> list[int]:
     """1, 2, 4, 8, every multiple of 16, and the limit: never more than 15 rows of padding."""
     return _closed([1, 2, 4, 8, *range(16, limit + 1, 16)], limit)
 
 
-def pow2(limit: int) -> list[int]:
+def pow2(limit: int, options: BucketOptions) -> list[int]:
     """Powers of two and the limit: few graphs, and every batch fills more than half of its bucket."""
     return _closed([1 << exponent for exponent in range(limit.bit_length())], limit)
 
@@ -25,7 +36,7 @@ def _closed(sizes: list[int], limit: int) -> list[int]:
     return sorted({size for size in sizes if size < limit} | {limit})
 
 
-BUCKET_POLICIES: dict[str, Callable[[int], list[int]]] = {"nano_vllm": nano_vllm, "pow2": pow2}
+BUCKET_POLICIES: dict[str, Callable[[int, BucketOptions], list[int]]] = {"nano_vllm": nano_vllm, "pow2": pow2}
 
 
 @dataclass(frozen=True)
@@ -39,13 +50,14 @@ class BucketTable:
         assert all(a < b for a, b in pairwise(self.sizes)), f"bucket sizes must ascend: {self.sizes}"
 
     @classmethod
-    def build(cls, buckets: str | Sequence[int], max_num_seqs: int, max_bucket: int) -> "BucketTable":
+    def build(cls, buckets: str | Sequence[int], max_num_seqs: int, max_bucket: int,
+              options: BucketOptions = BucketOptions()) -> "BucketTable":
         """The table of a policy (up to `max_num_seqs` and `max_bucket`), or of an explicit list, used exactly as given.
 
         Raises ValueError for a size above `max_num_seqs`: no batch could ever fill it.
         """
         if isinstance(buckets, str):
-            return cls(tuple(BUCKET_POLICIES[buckets](min(max_num_seqs, max_bucket))))
+            return cls(tuple(BUCKET_POLICIES[buckets](min(max_num_seqs, max_bucket), options)))
         for size in buckets:
             if size > max_num_seqs:
                 raise ValueError(f"graph.buckets: {size} is above scheduler.max_num_seqs={max_num_seqs}")
@@ -60,6 +72,16 @@ class BucketTable:
         """The smallest bucket that holds `batch_size` requests; None above the largest."""
         index = bisect_left(self.sizes, batch_size)
         return self.sizes[index] if index < len(self.sizes) else None
+
+    def check_covers(self, max_num_seqs: int) -> None:
+        """Raise ValueError if some batch of up to `max_num_seqs` requests has no bucket."""
+        if gap := self.uncovered(max_num_seqs):
+            raise ValueError(f"scheduler.above_largest_bucket=error: {gap}")
+
+    def without(self, sizes: Collection[int]) -> "BucketTable | None":
+        """The table less `sizes`; None if nothing is left."""
+        kept = tuple(size for size in self.sizes if size not in sizes)
+        return BucketTable(kept) if kept else None
 
     def uncovered(self, max_num_seqs: int) -> str | None:
         """A sentence that names the batch sizes without a bucket; None when every batch has one."""

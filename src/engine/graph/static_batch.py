@@ -1,79 +1,76 @@
-"""The decode batch at fixed addresses, which graphs are captured against and every decode step is written into.
+"""The decode step at fixed addresses: what graphs are captured against, and where every step reads and writes.
 
-A step is assembled in pinned host memory and reaches the device in two copies. Two host buffers take turns, so that a
-step can be assembled while the copies of the step before are still queued. Padding is written on the host too: slot -1
-stores nothing, context length 0 attends to nothing, the scratch row supplies a token and takes one.
+The host sends two numbers a row: which row of the live requests takes part, and the KV block it has gained, if any.
+They are assembled in pinned host memory and reach the device in one copy. Two host buffers take turns, so that a step
+can be assembled while the copy of the step before is still queued. Padding is the scratch row.
 """
 
-import numpy as np
+from collections.abc import Sequence
+
 import torch
 
-from engine.batch import PADDING_CONTEXT_LEN, PADDING_SLOT, DecodeBatch
-from engine.decode_state import RequestRows
+from engine.batch import DecodeBatch
+from engine.decode_state import NO_BLOCK, RequestRows
+from engine.kernels.rows import StepBuffers
 
-ROW, POSITION, SLOT, CONTEXT_LEN = range(4)
+ROW, NEW_BLOCK = range(2)
 NUM_HOST_BUFFERS = 2  # one more than the steps whose copies may be pending
 
 
 class StaticBatch:
-    """Buffers for up to `capacity` rows. Shape letters: R rows, B blocks a request."""
+    """Buffers for up to `capacity` rows. Shape letters: R rows, B blocks a request, H hidden size, V vocabulary."""
 
-    def __init__(self, capacity: int, table_width: int, rows: RequestRows, device: torch.device) -> None:
-        self._rows = rows
-        self._padding = (rows.scratch_row, 0, PADDING_SLOT, PADDING_CONTEXT_LEN)
+    def __init__(self, capacity: int, rows: RequestRows, hidden_size: int, vocab_size: int, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        self._scratch_row = rows.scratch_row
+        table_width = rows.state.block_tables_NB.shape[1]
         self.capacity = capacity
         self.max_context_len = table_width * rows.block_size
-        pin = device.type == "cuda"
-        self._host = [(torch.zeros(4, capacity, dtype=torch.int32, pin_memory=pin),
-                       torch.zeros(capacity, table_width, dtype=torch.int32, pin_memory=pin))
+        self._host = [torch.zeros(2, capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
                       for _ in range(NUM_HOST_BUFFERS)]
         self._turn = 0
-        self._fields_4R = torch.zeros(4, capacity, dtype=torch.int32, device=device)
-        self._tables_RB = torch.zeros(capacity, table_width, dtype=torch.int32, device=device)
-        self._input_ids_R = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self.write_padding(capacity)
+        self._sent_2R = torch.zeros(2, capacity, dtype=torch.int32, device=device)
+        self._all = StepBuffers(
+            rows_R=self._sent_2R[ROW],
+            new_blocks_R=self._sent_2R[NEW_BLOCK],
+            **{name: torch.zeros(capacity, dtype=torch.int32, device=device)
+               for name in ("input_ids_R", "positions_R", "slot_mapping_R", "context_lens_R")},
+            temperature_R=torch.zeros(capacity, dtype=torch.float32, device=device),
+            seed_R=torch.zeros(capacity, dtype=torch.int64, device=device),
+            block_tables_RB=torch.zeros(capacity, table_width, dtype=torch.int32, device=device))
+        self.hidden_RH = torch.empty(capacity, hidden_size, dtype=dtype, device=device)
+        self.logits_RV = torch.empty(capacity, vocab_size, dtype=dtype, device=device)
+        self.tokens_R = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self.write([], [], capacity)
 
     @property
     def num_bytes(self) -> int:
         """Device bytes of the buffers."""
-        return self._fields_4R.nbytes + self._tables_RB.nbytes + self._input_ids_R.nbytes
+        step = {name: tensor for name, tensor in vars(self._all).items() if name not in ("rows_R", "new_blocks_R")}
+        return sum(tensor.nbytes for tensor in (self._sent_2R, *step.values(), self.hidden_RH, self.logits_RV,
+                                                self.tokens_R))
 
-    def write_padding(self, size: int) -> None:
-        """Make the first `size` rows padding, as they are while a graph is captured."""
-        self.write(np.zeros(0, np.int32), np.zeros(0, np.int32), size)
-
-    def write(self, rows_R: np.ndarray, positions_R: np.ndarray, size: int) -> None:
-        """Write one step: live rows first, padding up to `size`; each live row feeds its last token at its position."""
-        live = len(rows_R)
-        fields, tables = self._host[self._turn]
+    def write(self, rows: Sequence[int], new_blocks: Sequence[int], size: int) -> None:
+        """Send a step's live rows with the block that each has gained (-1: none), padded to `size` rows."""
+        host = self._host[self._turn]
         self._turn = (self._turn + 1) % NUM_HOST_BUFFERS
-        fields_np, tables_np = fields.numpy(), tables.numpy()
-        fields_np[ROW, :live] = rows_R
-        fields_np[POSITION, :live] = positions_R
-        fields_np[SLOT, :live] = self._rows.slots(rows_R, positions_R)
-        fields_np[CONTEXT_LEN, :live] = positions_R + 1
-        for field, value in enumerate(self._padding):
-            fields_np[field, live:size] = value
-        tables_np[:live] = self._rows.tables(rows_R)
-        self._fields_4R.copy_(fields, non_blocking=True)
-        self._tables_RB[:size].copy_(tables[:size], non_blocking=True)
-        torch.index_select(self._rows.last_token, 0, self._fields_4R[ROW, :size], out=self._input_ids_R[:size])
+        live, host_2R = len(rows), host.numpy()
+        host_2R[ROW, :live], host_2R[NEW_BLOCK, :live] = rows, new_blocks
+        host_2R[ROW, live:size], host_2R[NEW_BLOCK, live:size] = self._scratch_row, NO_BLOCK
+        self._sent_2R.copy_(host, non_blocking=True)
+
+    def step(self, size: int) -> StepBuffers:
+        """Views of the first `size` rows."""
+        return StepBuffers(**{name: tensor[:size] for name, tensor in vars(self._all).items()})
 
     def batch(self, size: int, max_context_len: int | None = None) -> DecodeBatch:
-        """The first `size` rows, for any context length or up to `max_context_len`."""
+        """The first `size` rows as the model takes them, for any context length or up to `max_context_len`."""
+        step = self._all
         return DecodeBatch(
-            input_ids_R=self._input_ids_R[:size],
-            positions_R=self._fields_4R[POSITION, :size],
-            slot_mapping_R=self._fields_4R[SLOT, :size],
-            block_tables_RB=self._tables_RB[:size],
-            context_lens_R=self._fields_4R[CONTEXT_LEN, :size],
+            input_ids_R=step.input_ids_R[:size],
+            positions_R=step.positions_R[:size],
+            slot_mapping_R=step.slot_mapping_R[:size],
+            block_tables_RB=step.block_tables_RB[:size],
+            context_lens_R=step.context_lens_R[:size],
             max_context_len=max_context_len or self.max_context_len,
         )
-
-    def rows_R(self, size: int) -> torch.Tensor:
-        """Device rows of the first `size` requests."""
-        return self._fields_4R[ROW, :size]
-
-    def context_lens_R(self, size: int) -> torch.Tensor:
-        """Context lengths of the first `size` requests, which are the positions of the tokens they will produce."""
-        return self._fields_4R[CONTEXT_LEN, :size]

@@ -26,8 +26,10 @@ from engine.scheduler.plan import ScheduledDecode, ScheduledPrefill, StepPlan
 class Scheduler(ABC):
     """Decides who runs; owns requests from `add` until they are FINISHED. A policy implements `schedule`."""
 
-    def __init__(self, config: SchedulerConfig, allocator: BlockAllocator, max_model_len: int) -> None:
+    def __init__(self, config: SchedulerConfig, allocator: BlockAllocator, max_model_len: int,
+                 max_running: int | None = None) -> None:
         self.config = config
+        self.max_running = config.max_num_seqs if max_running is None else max_running
         self.allocator = allocator
         self.max_model_len = max_model_len
         self._waiting: deque[Request] = deque()
@@ -116,7 +118,7 @@ class Scheduler(ABC):
     def check(self) -> None:
         """Assert that blocks, rows and states agree with the queues."""
         self.allocator.check(request.block_table for request in self._running)
-        assert self.num_running <= self.config.max_num_seqs, f"{self.num_running} running"
+        assert self.num_running <= self.max_running, f"{self.num_running} running"
         rows = sorted([*self._free_rows, *(request.row for request in self._running)])
         assert rows == list(range(self.config.max_num_seqs)), f"rows lost or shared: {rows}"
         for request in self._running:
@@ -131,7 +133,7 @@ class Scheduler(ABC):
         """Admit waiting requests in order of arrival until one does not fit; None if not even the first does."""
         prefill: list[ScheduledPrefill] = []
         budget = self.config.max_num_batched_tokens
-        while self._waiting and self.num_running < self.config.max_num_seqs:
+        while self._waiting and self.num_running < self.max_running:
             item = self._admit(self._waiting[0], budget)
             if item is None:
                 break
