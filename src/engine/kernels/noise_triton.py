@@ -20,6 +20,18 @@ def noise(seed_R: torch.Tensor, position_R: torch.Tensor, vocab_size: int) -> to
 
 
 @triton.jit
+def gumbel_of_counters(seed, counter, position):
+    """Gumbel noise of the tokens 4 x counter .. 4 x counter + 3 at one position, for a range of counters, in order."""
+    zero = counter * 0
+    x0, x1, x2, x3 = tl.philox(seed, counter, zero + position, zero, zero)
+    # Lanes 0..3 of a counter are neighbouring tokens: interleaved in registers, they are contiguous.
+    bits = tl.interleave(tl.interleave(x0, x2), tl.interleave(x1, x3))
+    # int32 after the shift, since 23 bits fit and a signed conversion is the cheaper one.
+    uniform = ((bits >> 9).to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
 def _noise_kernel(
         seed_ptr,  # [R] int64
         position_ptr,  # [R] int32
@@ -27,12 +39,6 @@ def _noise_kernel(
         vocab_size, COUNTERS: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     counter = tl.program_id(0) * COUNTERS + tl.arange(0, COUNTERS)
-    zero = counter * 0
-    position = zero + tl.load(position_ptr + row)
-    x0, x1, x2, x3 = tl.philox(tl.load(seed_ptr + row), counter, position, zero, zero)
-    # Lanes 0..3 of a counter are neighbouring tokens: interleaved in registers, written contiguously.
+    noise = gumbel_of_counters(tl.load(seed_ptr + row), counter, tl.load(position_ptr + row))
     token = tl.program_id(0) * (4 * COUNTERS) + tl.arange(0, 4 * COUNTERS)
-    bits = tl.interleave(tl.interleave(x0, x2), tl.interleave(x1, x3))
-    # int32 after the shift, since 23 bits fit and a signed conversion is the cheaper one.
-    uniform = ((bits >> 9).to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-    tl.store(noise_ptr + row * vocab_size + token, -tl.log(-tl.log(uniform)), mask=token < vocab_size)
+    tl.store(noise_ptr + row * vocab_size + token, noise, mask=token < vocab_size)
