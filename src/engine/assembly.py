@@ -45,8 +45,9 @@ def assemble(config: EngineConfig, on_stage: OnStage) -> Assembly:
     block_size = _choose_block_size(config.kv, attention, choices)
     tokenizer = Tokenizer.load(source.directory) if source.directory else None  # before the weights
     policy = KV_MEMORY_POLICIES[_choose_kv_policy(config.kv, device, choices)]
-    sampler = _choose_sampler(config.sampler.impl, device, choices)
-    parts = EngineStartup(config, source, device, attention, sampler, block_size, on_stage)
+    sampler = _torch_or_triton("sampler.impl", config.sampler.impl, device, choices)
+    ops = _torch_or_triton("kernels.ops", config.kernels.ops, device, choices)
+    parts = EngineStartup(config, source, device, attention, ops, sampler, block_size, on_stage)
     with on_stream(parts.stream):
         policy.run(parts)
         record = _record(config, parts, attention.name, policy.name, choices)
@@ -63,11 +64,12 @@ def _choose_device(requested: str, choices: dict[str, str]) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if requested == "cuda" else torch.device("cpu")
 
 
-def _choose_sampler(requested: str, device: torch.device, choices: dict[str, str]) -> str:
+def _torch_or_triton(key: str, requested: str, device: torch.device, choices: dict[str, str]) -> str:
     if requested != "auto":
         return requested
-    choices["sampler.impl"] = "triton: a GPU" if device.type == "cuda" else "torch: a CPU"
-    return "triton" if device.type == "cuda" else "torch"
+    chosen, where = ("triton", "a GPU") if device.type == "cuda" else ("torch", "a CPU")
+    choices[key] = f"{chosen}: {where}"
+    return chosen
 
 
 def _choose_block_size(kv: KVConfig, attention: "AttentionBackend", choices: dict[str, str]) -> int:
@@ -111,6 +113,7 @@ def _record(config: EngineConfig, parts: EngineStartup, attention: str, kv_polic
         kv_bytes_per_token=parts.block_bytes // kv_cache.block_size,
         device_total_bytes=parts.gauge.total_bytes,
         scope=config.graph.scope if parts.graphs else "none",
+        ops=parts.ops_name,
         sampler=parts.sampler_name,
         buckets=parts.bucket_records,
         capture_order=parts.capture_order,

@@ -19,6 +19,7 @@ SCHEDULER_POLICIES = ("prefill_first",)
 ABOVE_LARGEST_BUCKET = ("eager", "cap", "error")
 KV_POLICIES = ("auto", *KV_MEMORY_POLICIES)
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "reference")
+OPS = ("auto", "torch", "triton")
 SAMPLERS = ("auto", "torch", "compiled", "triton")
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -170,11 +171,16 @@ class KVConfig:
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """Which implementation computes attention. `auto` takes the fastest that the device can run and records it."""
+    """Which implementation computes attention, and what lies between matrix products.
+
+    `auto` takes the fastest that the device can run and records it.
+    """
 
     attention: str = "auto"
+    ops: str = "auto"  # norms, rotation with the KV store, gate: triton on a GPU, torch on a CPU
 
     def __post_init__(self) -> None:
+        check_choice("kernels.ops", self.ops, OPS)
         check_choice("kernels.attention", self.attention, ATTENTION_BACKENDS)
 
 
@@ -234,8 +240,9 @@ class EngineConfig:
             if self.kernels.attention not in ("auto", "reference"):
                 raise ValueError(f"kernels.attention={self.kernels.attention} needs a GPU; on a CPU it must be auto or "
                                  f"reference")
-            if self.sampler.impl == "triton":
-                raise ValueError("sampler.impl=triton needs a GPU; on a CPU it must be auto, torch or compiled")
+            for key, value in (("sampler.impl", self.sampler.impl), ("kernels.ops", self.kernels.ops)):
+                if value == "triton":
+                    raise ValueError(f"{key}=triton needs a GPU; on a CPU it must be auto or torch")
             if kv.policy not in ("auto", "fixed"):
                 raise ValueError(f"kv.policy={kv.policy} measures a GPU's memory; on a CPU it must be auto or fixed")
             if kv.memory_fraction is not None:

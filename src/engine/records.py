@@ -62,6 +62,7 @@ class StartupRecord:
     kv_bytes_per_token: int
     device_total_bytes: int
     scope: str  # what the graphs recorded: body | logits | step | none
+    ops: str  # torch | triton
     sampler: str  # torch | compiled | triton
     buckets: tuple[BucketRecord, ...]  # in ascending order of size
     capture_order: tuple[int, ...]

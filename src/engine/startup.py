@@ -38,7 +38,7 @@ class EngineStartup:
     """Holds what the verbs have built so far: `decoder`, `rows`, `static`, `kv_cache`, `graphs`."""
 
     def __init__(self, config: EngineConfig, source: ModelSource, device: torch.device, attention: AttentionBackend,
-                 sampler: str, block_size: int, on_stage: OnStage) -> None:
+                 ops: str, sampler: str, block_size: int, on_stage: OnStage) -> None:
         self._config, self.device = config, device
         self._attention, self._block_size, self._on_stage = attention, block_size, on_stage
         self.source = source
@@ -46,6 +46,7 @@ class EngineStartup:
         self.gauge = make_gauge(device)
         self.stream = make_stream(device)
         self.buckets = config.graph.bucket_table(scheduler.max_num_seqs)
+        self.ops_name = ops
         self.sampler_name, self.sampler = sampler, make_sampler(sampler)
         torch.manual_seed(config.sampler.seed)  # the noise of sampler.impl=compiled comes from torch's own generator
         self.seconds: dict[str, float] = {}
@@ -73,7 +74,7 @@ class EngineStartup:
         with self._verb("load"):
             source, scheduler = self.source, self._config.scheduler
             self.decoder = Decoder(source.architecture, self._attention, source.dtype, self.device,
-                                   self._config.model.max_model_len)
+                                   self._config.model.max_model_len, self.ops_name)
             if source.load_format == "dummy":
                 init_dummy(self.decoder, self._config.model.dummy_seed)
             else:

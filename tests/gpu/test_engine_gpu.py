@@ -49,7 +49,7 @@ def test_float32_tokens_equal_on_every_path(attention, overlap):
     params = SamplingParams(max_tokens=48, ignore_eos=True)
     model = replace(CONFIG.model, dtype="float32")
     with Engine(replace(CONFIG, model=model, graph=GraphConfig(mode="eager"),
-                        kernels=KernelsConfig(attention="reference"))) as engine:
+                        kernels=KernelsConfig(attention="reference", ops="torch"))) as engine:
         expected = [output.token_ids for output in engine.generate(prompts, params)]
     for kv in (KVConfig(tokens=32768), KVConfig(num_blocks=60)):  # the second forces preemption
         parts = {"model": model, "kv": kv, "scheduler": replace(CONFIG.scheduler, overlap=overlap)}

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from engine.graph.tuner import tune
+
 
 @dataclass(frozen=True)
 class BucketOptions:
@@ -27,16 +29,51 @@ def nano_vllm(limit: int, options: BucketOptions) -> list[int]:
     return _closed([1, 2, 4, 8, *range(16, limit + 1, 16)], limit)
 
 
+def vllm(limit: int, options: BucketOptions) -> list[int]:
+    """vLLM's default capture sizes: 1, 2, 4, multiples of 8 below 256, of 16 from there; and the limit.
+
+    VllmConfig._set_cudagraph_sizes in vllm/config/vllm.py (0.11 and later; read on main at 000fc94b7). Its own list goes
+    up to min(2 x max_num_seqs, 512) and is not closed on a limit that is no such multiple.
+    """
+    return _closed([1, 2, 4, *range(8, 256, 8), *range(256, limit + 1, 16)], limit)
+
+
+def sglang(limit: int, options: BucketOptions) -> list[int]:
+    """SGLang's: 1, 2, 4, 8, 12, multiples of 8 from 16 to 256, of 16 to 512, of 32 from there; and the limit.
+
+    ServerArgs._generate_cuda_graph_batch_sizes in python/sglang/srt/server_args.py (0.5, without speculative decoding),
+    closed on its limit since SGLang's pull request 21005.
+    """
+    return _closed([1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, limit + 1, 32)], limit)
+
+
 def pow2(limit: int, options: BucketOptions) -> list[int]:
     """Powers of two and the limit: few graphs, and every batch fills more than half of its bucket."""
     return _closed([1 << exponent for exponent in range(limit.bit_length())], limit)
+
+
+def every(limit: int, options: BucketOptions) -> list[int]:
+    """Every batch size: no padding, and as many graphs as there can be requests."""
+    return list(range(1, limit + 1))
+
+
+def step(limit: int, options: BucketOptions) -> list[int]:
+    """Multiples of `graph.step` and the limit."""
+    return _closed(list(range(options.step, limit + 1, options.step)), limit)
+
+
+def tuned(limit: int, options: BucketOptions) -> list[int]:
+    """The list that wastes least for the batch sizes of `graph.histogram`, within the budget (`engine.graph.tuner`)."""
+    return list(tune(limit, options.histogram, options.max_graphs, options.max_graph_bytes).sizes)
 
 
 def _closed(sizes: list[int], limit: int) -> list[int]:
     return sorted({size for size in sizes if size < limit} | {limit})
 
 
-BUCKET_POLICIES: dict[str, Callable[[int, BucketOptions], list[int]]] = {"nano_vllm": nano_vllm, "pow2": pow2}
+BUCKET_POLICIES: dict[str, Callable[[int, BucketOptions], list[int]]] = {
+    policy.__name__: policy for policy in (nano_vllm, vllm, sglang, pow2, every, step, tuned)
+}
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,12 @@ class GraphConfig:
         check_range("graph.step", self.step, 1)
         check_range("graph.warmup_runs", self.warmup_runs, 1)
         check_range("graph.capture_seed", self.capture_seed, 0)
+        budgets = {key: value for key in ("max_graphs", "max_graph_bytes") if (value := getattr(self, key)) is not None}
+        for key, value in budgets.items():
+            check_range(f"graph.{key}", value, 1)
+        if len(budgets) > 1:
+            raise ValueError("at most one of graph.max_graphs and graph.max_graph_bytes may be set; got "
+                             + ", ".join(f"graph.{key}={value}" for key, value in budgets.items()))
         if isinstance(self.capture_order, str):
             check_choice("graph.capture_order", self.capture_order, CAPTURE_ORDERS)
         else:

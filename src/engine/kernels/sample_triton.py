@@ -42,7 +42,7 @@ def sample(logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.T
     return tokens_R
 
 
-@triton.jit(do_not_specialize=["vocab_size"])
+@triton.jit
 def _chunk_kernel(
         logits_ptr,  # [R, V]
         temperature_ptr, seed_ptr, position_ptr,  # [R]
@@ -50,18 +50,20 @@ def _chunk_kernel(
         vocab_size, stride_r, COUNTERS: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * (4 * COUNTERS) + tl.arange(0, 4 * COUNTERS)
-    is_token = token < vocab_size
-    value = tl.load(logits_ptr + row * stride_r + token, mask=is_token, other=float("-inf")).to(tl.float32)
+    value = tl.load(logits_ptr + row * stride_r + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
         counter = tl.program_id(0) * COUNTERS + tl.arange(0, COUNTERS)
         noise = gumbel_of_counters(tl.load(seed_ptr + row), counter, tl.load(position_ptr + row))
         value = tl.div_rn(value, temperature) + noise  # as torch divides: two candidates must not change places
-        value = tl.where(is_token, value, float("-inf"))
+    # torch.argmax takes a NaN for the largest. Comparisons that are all false could choose a token of the padding.
+    value = tl.where(value != value, float("inf"), value)
+    best = tl.max(value, 0)
+    # Cheaper than a reduction of (value, token) pairs, which compares three times for each token.
+    first = tl.min(tl.where(value == best, token, vocab_size), 0)
     place = row * tl.num_programs(0) + tl.program_id(0)
-    best, index = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best_ptr + place, best)
-    tl.store(token_ptr + place, tl.program_id(0) * (4 * COUNTERS) + index)
+    tl.store(token_ptr + place, first)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from engine.batch import Batch, PrefillBatch
 from engine.config import Architecture
 from engine.kernels.attention import AttentionBackend, LayerCache
-from engine.model.rope import rope_table, rotate
+from engine.kernels.ops import Heads, Ops, Places, make_ops
+from engine.model.rope import rope_table
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,7 @@ class StepInputs:
     """What every layer of one step reads."""
 
     batch: Batch
-    slot_mapping_T: torch.Tensor
-    cosine_T1D: torch.Tensor
-    sine_T1D: torch.Tensor
+    places: Places
 
 
 FEW_ROWS = range(2, 33)  # `project` transposes for these
@@ -66,41 +65,33 @@ class Linear:
 
 
 class RMSNorm:
-    """x / rms(x) * weight over the last dimension; the mean is accumulated in float32."""
+    """A weight over the last dimension, and what keeps the root from zero."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(size, dtype=dtype, device=device)
         self.eps = eps
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
 
 class Attention:
-    """Projections, QK-norm and rotation around the attention backend."""
+    """Projections and what `ops` does between them, around the attention backend."""
 
-    def __init__(self, arch: Architecture, backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> None:
-        self.backend = backend
+    def __init__(self, arch: Architecture, backend: AttentionBackend, ops: Ops, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        self.backend, self.ops = backend, ops
         self.head_dim = arch.head_dim
-        self.num_heads, self.num_kv_heads = arch.num_attention_heads, arch.num_key_value_heads
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q_size, kv_size = arch.num_attention_heads * self.head_dim, arch.num_key_value_heads * self.head_dim
         self.qkv = Linear(arch.hidden_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, arch.qkv_bias,
                           dtype, device)
         self.out = Linear(q_size, {"o_proj": arch.hidden_size}, arch.o_bias, dtype, device)
         self.q_norm = RMSNorm(self.head_dim, arch.rms_norm_eps, dtype, device) if arch.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, arch.rms_norm_eps, dtype, device) if arch.qk_norm else None
+        self.heads = Heads(arch.num_attention_heads, arch.num_key_value_heads,
+                           self.q_norm.weight if self.q_norm else None, self.k_norm.weight if self.k_norm else None,
+                           arch.rms_norm_eps)
 
     def __call__(self, x_TE: torch.Tensor, step: StepInputs, cache: LayerCache) -> torch.Tensor:
-        num_heads, num_kv_heads, rope = self.num_heads, self.num_kv_heads, (step.cosine_T1D, step.sine_T1D)
-        heads = self.qkv(x_TE).view(-1, num_heads + 2 * num_kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TKD, v_TKD = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-            q_THD, k_TKD = rotate(self.q_norm(q_THD), *rope), rotate(self.k_norm(k_TKD), *rope)
-        else:
-            # Queries and keys lie side by side: without a norm of their own they turn together.
-            qk, v_TKD = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
-            q_THD, k_TKD = rotate(qk, *rope).split((num_heads, num_kv_heads), dim=1)
-        self.backend.store(k_TKD, v_TKD, cache, step.slot_mapping_T)
+        heads_TJD = self.qkv(x_TE).view(len(x_TE), -1, self.head_dim)
+        q_THD, k_TKD, v_TKD = self.ops.rotate_and_store(heads_TJD, self.heads, step.places, cache)
         if isinstance(step.batch, PrefillBatch):
             attended_THD = self.backend.prefill(q_THD, k_TKD, v_TKD, cache, step.batch)
         else:
@@ -116,21 +107,26 @@ class Attention:
 
 
 class Layer:
-    """Attention, then the gated MLP, each normalised before and added to the residual after."""
+    """Attention, then the gated MLP. Each adds what the one before it has computed, and normalises the sum."""
 
-    def __init__(self, arch: Architecture, backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, arch: Architecture, backend: AttentionBackend, ops: Ops, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        self.ops = ops
         self.attention_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype, device)
-        self.attention = Attention(arch, backend, dtype, device)
+        self.attention = Attention(arch, backend, ops, dtype, device)
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype, device)
         size = arch.intermediate_size
         self.gate_up = Linear(arch.hidden_size, {"gate_proj": size, "up_proj": size}, arch.mlp_bias, dtype, device)
         self.down = Linear(size, {"down_proj": arch.hidden_size}, arch.mlp_bias, dtype, device)
 
-    def __call__(self, hidden_TE: torch.Tensor, step: StepInputs, cache: LayerCache) -> None:
-        """Add this layer's contribution to `hidden_TE` in place."""
-        hidden_TE += self.attention(self.attention_norm(hidden_TE), step, cache)
-        gate, up = self.gate_up(self.mlp_norm(hidden_TE)).chunk(2, dim=-1)
-        hidden_TE += self.down(F.silu(gate).mul_(up))
+    def __call__(self, hidden_TE: torch.Tensor, update_TE: torch.Tensor | None, step: StepInputs,
+                 cache: LayerCache) -> torch.Tensor:
+        """Add `update_TE`, the layer before's contribution, and the attention's to `hidden_TE` in place; returns what
+        this layer's MLP contributes."""
+        normed_TE = self.ops.add_rms_norm(hidden_TE, update_TE, self.attention_norm.weight, self.attention_norm.eps)
+        attended_TE = self.attention(normed_TE, step, cache)
+        normed_TE = self.ops.add_rms_norm(hidden_TE, attended_TE, self.mlp_norm.weight, self.mlp_norm.eps)
+        return self.down(self.ops.silu_and_mul(self.gate_up(normed_TE)))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{prefix}input_layernorm.weight", self.attention_norm.weight
@@ -143,15 +139,18 @@ class Layer:
 class Decoder:
     """The model: token ids to hidden states, and hidden states to logits. Weights are uninitialised until loaded.
 
-    `max_positions` bounds the positions that a batch may hold (`model.max_model_len`).
+    `max_positions` bounds the positions that a batch may hold (`model.max_model_len`); `ops` names who computes what is
+    between the matrix products (`kernels.ops`).
     """
 
     def __init__(self, architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype,
-                 device: torch.device, max_positions: int) -> None:
+                 device: torch.device, max_positions: int, ops: str = "torch") -> None:
         self.architecture = architecture
+        self.ops = make_ops(ops, attention.store)
         shape = (architecture.vocab_size, architecture.hidden_size)
         self.embedding = torch.empty(shape, dtype=dtype, device=device)
-        self.layers = [Layer(architecture, attention, dtype, device) for _ in range(architecture.num_hidden_layers)]
+        self.layers = [Layer(architecture, attention, self.ops, dtype, device)
+                       for _ in range(architecture.num_hidden_layers)]
         self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, dtype, device)
         self.head = self.embedding if architecture.tie_word_embeddings else torch.empty_like(self.embedding)
         self.rope_table = rope_table(architecture, max_positions, device)
@@ -163,11 +162,12 @@ class Decoder:
             input_ids_T, positions_T, slot_mapping_T = batch.input_ids_T, batch.positions_T, batch.slot_mapping_T
         else:
             input_ids_T, positions_T, slot_mapping_T = batch.input_ids_R, batch.positions_R, batch.slot_mapping_R
-        step = StepInputs(batch, slot_mapping_T, *self.rope_table.index_select(0, positions_T).split(1, dim=1))
-        hidden_TE = F.embedding(input_ids_T, self.embedding)
+        cosine_T1D, sine_T1D = self.rope_table.index_select(0, positions_T).split(1, dim=1)
+        step = StepInputs(batch, Places(cosine_T1D, sine_T1D, slot_mapping_T))
+        hidden_TE, update_TE = F.embedding(input_ids_T, self.embedding), None
         for layer, cache in zip(self.layers, caches, strict=True):
-            layer(hidden_TE, step, cache)
-        return self.norm(hidden_TE)
+            update_TE = layer(hidden_TE, update_TE, step, cache)
+        return self.ops.add_rms_norm(hidden_TE, update_TE, self.norm.weight, self.norm.eps)
 
     @torch.inference_mode()
     def logits(self, hidden_RE: torch.Tensor, out_RV: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Rotary position embedding: head dimensions i and i + D/2 form a pair that turns by position x frequency i.
 
 Cosines and sines of all positions are computed once, in float32. The sine's first half is negated in the table, so that
-turning a head is x * cos + swapped(x) * sin, with the halves swapped. Llama 3 (after its release's `apply_scaling`)
-stretches long wavelengths by `factor`, keeps short ones, and blends those between.
+turning a head is x * cos + swapped(x) * sin, with the halves swapped (`engine.kernels.ops.rotate`). Llama 3 (after its
+release's `apply_scaling`) stretches long wavelengths by `factor`, keeps short ones, and blends those between.
 """
 
 import math
@@ -35,9 +35,3 @@ def rope_table(architecture: Architecture, max_positions: int, device: torch.dev
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(architecture))
     cosine, sine = angles.cos(), angles.sin()
     return torch.stack((torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)), 1).to(device)
-
-
-def rotate(x_THD: torch.Tensor, cosine_T1D: torch.Tensor, sine_T1D: torch.Tensor) -> torch.Tensor:
-    """Heads turned to their positions, in x's dtype; the arithmetic is float32."""
-    swapped_THD = x_THD.roll(x_THD.shape[-1] // 2, -1)
-    return torch.addcmul(x_THD * cosine_T1D, swapped_THD, sine_T1D).to(x_THD.dtype)
