@@ -95,6 +95,10 @@ def _choose_kv_policy(kv: KVConfig, device: torch.device, choices: dict[str, str
 def _record(config: EngineConfig, parts: EngineStartup, attention: str, kv_policy: str,
             choices: dict[str, str]) -> StartupRecord:
     source, device, kv_cache = parts.source, parts.device, parts.kv_cache
+    if config.graph.scope == "auto" and parts.graphs:
+        choices["graph.scope"] = f"{parts.scope}: {'a GPU' if device.type == 'cuda' else 'a CPU'}"
+    if config.scheduler.overlap == "auto":
+        choices["scheduler.overlap"] = "true: a GPU" if config.scheduler.overlaps_on(device.type) else "false: a CPU"
     if config.model.load_format == "auto":
         choices["model.load_format"] = source.load_format
     return StartupRecord(
@@ -112,7 +116,7 @@ def _record(config: EngineConfig, parts: EngineStartup, attention: str, kv_polic
         kv_bytes=kv_cache.num_bytes,
         kv_bytes_per_token=parts.block_bytes // kv_cache.block_size,
         device_total_bytes=parts.gauge.total_bytes,
-        scope=config.graph.scope if parts.graphs else "none",
+        scope=parts.scope if parts.graphs else "none",
         ops=parts.ops_name,
         sampler=parts.sampler_name,
         buckets=parts.bucket_records,

@@ -121,14 +121,20 @@ class SchedulerConfig:
     policy: str = "prefill_first"
     max_num_seqs: int = 256  # most live requests: requests that hold KV blocks
     max_num_batched_tokens: int = 16384  # most prompt tokens in one prefill step
-    overlap: bool = False  # schedule and launch step n+1 before the tokens of step n are read
+    overlap: Any = "auto"  # schedule and launch step n+1 before the tokens of step n are read; auto: on a GPU
     above_largest_bucket: str = "eager"  # a batch that no graph holds: run it so, or never form it; or refuse
 
     def __post_init__(self) -> None:
+        if self.overlap not in ("auto", True, False):
+            raise ValueError(f"scheduler.overlap must be auto, true or false; got {self.overlap!r}")
         check_choice("scheduler.above_largest_bucket", self.above_largest_bucket, ABOVE_LARGEST_BUCKET)
         check_choice("scheduler.policy", self.policy, SCHEDULER_POLICIES)
         check_range("scheduler.max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         check_range("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1)
+
+    def overlaps_on(self, device_type: str) -> bool:
+        """Whether steps overlap on a "cpu" or "cuda" device. A CPU computes while it launches: nothing would be won."""
+        return device_type == "cuda" if self.overlap == "auto" else self.overlap
 
 
 @dataclass(frozen=True)

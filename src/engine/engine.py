@@ -59,6 +59,7 @@ class Engine:
         self._new_text: dict[int, str] = {}
         self._ended_on_arrival: list[Request] = []
         self._pending: deque[tuple[LaunchedStep, StepRecord]] = deque()  # launched, not committed
+        self._lag = int(config.scheduler.overlaps_on(parts.device.type))
         self._num_steps = 0
         for warning in parts.warnings:
             self._warn_once(warning)
@@ -175,7 +176,7 @@ class Engine:
         lag = 0
         if not plan.is_empty:
             self._pending.append(self._launch(plan, start_s))
-            lag = int(self.config.scheduler.overlap)
+            lag = self._lag
         assert self._pending or events or not self._requests, "requests are waiting and the scheduler planned nothing"
         while len(self._pending) > lag:
             events += self._commit(*self._pending.popleft())

@@ -46,6 +46,7 @@ class EngineStartup:
         self.gauge = make_gauge(device)
         self.stream = make_stream(device)
         self.buckets = config.graph.bucket_table(scheduler.max_num_seqs)
+        self.scope = config.graph.scope_on(device.type)
         self.ops_name = ops
         self.sampler_name, self.sampler = sampler, make_sampler(sampler)
         torch.manual_seed(config.sampler.seed)  # the noise of sampler.impl=compiled comes from torch's own generator
@@ -125,7 +126,7 @@ class EngineStartup:
         """With a recorder of its own, so that the pool of a rehearsal can be given back."""
         graph = self._config.graph
         recorder = make_recorder(self.device, has_shared_pool=graph.pool == "shared")
-        return DecodeGraphs(step, graph.scope, recorder, self.gauge, graph.warmup_runs)
+        return DecodeGraphs(step, self.scope, recorder, self.gauge, graph.warmup_runs)
 
     def limit_bytes(self) -> int:
         """Most of the device that may be in use, by whomever: kv.memory_fraction of its total."""

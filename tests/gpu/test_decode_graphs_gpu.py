@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_engine_gpu import BACKENDS, CONFIG, config, random_prompts
 
 from decode_cases import check_padding_is_inert
 from engine import Engine, GraphConfig, KernelsConfig, KVConfig, SamplerConfig, SamplingParams, SchedulerConfig
-from test_engine_gpu import BACKENDS, CONFIG, config, random_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -105,6 +105,23 @@ def test_a_batch_that_grows_from_4_to_5_and_shrinks_back_keeps_its_answers():
         assert changes == [4, 8, 4]
 
 
+def test_a_large_bucket_serves_a_tiny_context():
+    """vLLM issue 53658: a tiny max_model_len with a large capture size overran the block table."""
+    graph = replace(CHECKED, buckets=[256], scope="step")
+    tiny = config("triton", graph=graph, model=replace(CONFIG.model, max_model_len=5, dtype="float32"),
+                  scheduler=SchedulerConfig(max_num_seqs=256))
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    prompts = random_prompts([2] * 100)
+    with Engine(replace(tiny, graph=GraphConfig(mode="eager"))) as engine:
+        expected = [output.token_ids for output in engine.generate(prompts, params)]
+    with Engine(tiny) as engine:
+        assert [output.token_ids for output in engine.generate(prompts, params)] == expected
+        assert {step.bucket for step in engine.records.steps if step.phase == "decode"} == {256}
+    assert all(len(tokens) == 3 for tokens in expected)
+
+
+# Captures before anything else has run: a library buffer that was first built inside a capture would be found here
+# (torch issue 159594, SGLang issue 39078).
 FOOTPRINT = """
 import json, sys, torch
 from engine import *

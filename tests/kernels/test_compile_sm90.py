@@ -11,16 +11,18 @@ PROGRAM = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from engine.kernels import kv_store, noise_triton, paged_decode, paged_prefill
+from engine.kernels import kv_store, noise_triton, paged_decode, paged_prefill, rows_triton, sample_triton
 
-FLOATS = {"q_ptr", "k_ptr", "v_ptr", "keys_ptr", "values_ptr", "out_ptr"}
-INTS = {"slots_ptr", "tables_ptr", "lens_ptr", "starts_q_ptr", "starts_k_ptr", "position_ptr"}
+FLOATS = {"q_ptr", "k_ptr", "v_ptr", "keys_ptr", "values_ptr", "out_ptr", "logits_ptr"}
+INTS = {"slots_ptr", "tables_ptr", "lens_ptr", "starts_q_ptr", "starts_k_ptr", "position_ptr", "positions_ptr",
+        "rows_ptr", "new_blocks_ptr", "last_token_ptr", "row_tables_ptr", "ids_ptr", "token_ptr", "tokens_ptr"}
+LONGS = {"seed_ptr", "step_seed_ptr"}
 
 def type_of(name, dtype):
     if name in FLOATS:
         return f"*{dtype}"
     if name.endswith("_ptr"):
-        return "*i64" if name == "seed_ptr" else "*i32" if name in INTS else "*fp32"
+        return "*i64" if name in LONGS else "*i32" if name in INTS else "*fp32"
     return "fp32" if name == "scale" else "i32"
 
 def compile_for_sm90(kernel, dtype, num_warps, **constants):
@@ -45,7 +47,12 @@ for dtype, group, dim, dim_padded, tile in SHAPES:
     is_paged = dtype != "fp32"  # each of the two ways once is enough
     compile_for_sm90(paged_prefill._prefill_kernel, dtype, 4, G=group, S=64 if is_paged else 1, IS_PAGED=is_paged,
                      ROWS=32 if dtype == "fp32" else 64, TILE=32 if dtype == "fp32" else tile, **shape)
-compile_for_sm90(noise_triton._noise_kernel, "fp32", 4, COUNTERS=1024)
+    for chunk in (sample_triton.SMALL_CHUNK, sample_triton.LARGE_CHUNK):
+        compile_for_sm90(sample_triton._chunk_kernel, dtype, 4, COUNTERS=chunk // 4)
+compile_for_sm90(sample_triton._best_chunk_kernel, "fp32", 1, P_PAD=256)
+compile_for_sm90(noise_triton._noise_kernel, "fp32", 4, COUNTERS=noise_triton.COUNTERS_A_PROGRAM)
+compile_for_sm90(rows_triton._read_kernel, "fp32", 2, S=64, COLUMNS=rows_triton.COLUMNS_AT_ONCE)
+compile_for_sm90(rows_triton._advance_kernel, "fp32", 2, ROWS=rows_triton.ROWS_A_PROGRAM)
 """
 
 

@@ -4,16 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.graph.buckets import BUCKET_POLICIES, BucketTable
+from engine.graph.buckets import BUCKET_POLICIES, BucketOptions, BucketTable
+from engine.graph.config import GraphConfig
 
 LIMITS = range(1, 1101)
+OPTIONS = BucketOptions(step=24, histogram={1: 7, 5: 100, 9: 3, 40: 20, 41: 30, 200: 9, 777: 2}, max_graphs=4)
 policies = pytest.mark.parametrize("policy", sorted(BUCKET_POLICIES))
 
 
 @policies
 def test_every_batch_up_to_the_limit_has_a_bucket(policy):
     for limit in LIMITS:  # nano-vllm PR 216: 12, 20, 100, 200 and 300 had none for their last batch sizes
-        table = BucketTable.build(policy, max_num_seqs=limit, max_bucket=max(LIMITS))
+        table = BucketTable.build(policy, max_num_seqs=limit, max_bucket=max(LIMITS), options=OPTIONS)
         assert table.largest == limit
         assert table.uncovered(limit) is None
 
@@ -21,14 +23,14 @@ def test_every_batch_up_to_the_limit_has_a_bucket(policy):
 @policies
 def test_each_size_is_captured_once_and_none_is_above_the_limit(policy):
     for limit in LIMITS:  # nano-vllm: 1, 2, 3 and 5 captured the same width several times
-        sizes = BUCKET_POLICIES[policy](limit)
+        sizes = BUCKET_POLICIES[policy](limit, OPTIONS)
         assert sizes == sorted(set(sizes))
         assert 1 <= sizes[0] <= sizes[-1] <= limit
 
 
 @policies
 def test_max_bucket_ends_the_table_of_a_policy(policy):
-    table = BucketTable.build(policy, max_num_seqs=1024, max_bucket=500)
+    table = BucketTable.build(policy, max_num_seqs=1024, max_bucket=500, options=OPTIONS)
     assert table.largest == 500
     assert table.find(501) is None
     assert "501 to 1024" in table.uncovered(1024)
@@ -40,19 +42,41 @@ def test_the_bucket_of_a_batch_is_the_smallest_that_holds_it(sizes, batch_size):
     assert table.find(batch_size) == min((size for size in sizes if size >= batch_size), default=None)
 
 
-def test_nano_vllm_and_pow2_have_their_known_sizes():
-    assert BUCKET_POLICIES["nano_vllm"](40) == [1, 2, 4, 8, 16, 32, 40]
-    assert len(BUCKET_POLICIES["nano_vllm"](512)) == 36
-    assert BUCKET_POLICIES["pow2"](20) == [1, 2, 4, 8, 16, 20]
+def sizes_of(policy, limit):
+    return BUCKET_POLICIES[policy](limit, OPTIONS)
 
 
-@policies
+def test_policies_have_their_published_sizes():
+    assert sizes_of("nano_vllm", 40) == [1, 2, 4, 8, 16, 32, 40]
+    assert len(sizes_of("nano_vllm", 512)) == 36
+    assert sizes_of("pow2", 20) == [1, 2, 4, 8, 16, 20]
+    assert sizes_of("vllm", 30) == [1, 2, 4, 8, 16, 24, 30]
+    assert sizes_of("vllm", 512)[-4:] == [464, 480, 496, 512]
+    assert len(sizes_of("vllm", 512)) == 51
+    assert sizes_of("sglang", 30) == [1, 2, 4, 8, 12, 16, 24, 30]
+    assert sizes_of("sglang", 600)[-5:] == [496, 512, 544, 576, 600]
+    assert len(sizes_of("sglang", 256)) == 36
+    assert sizes_of("every", 4) == [1, 2, 3, 4]
+    assert sizes_of("step", 50) == [24, 48, 50]
+
+
+MOST_PADDING = {  # rows, by bucket; `tuned` promises none
+    "nano_vllm": lambda bucket: 15,
+    "vllm": lambda bucket: 7 if bucket <= 256 else 15,
+    "sglang": lambda bucket: 7 if bucket <= 256 else 15 if bucket <= 512 else 31,
+    "pow2": lambda bucket: (bucket - 1) // 2,
+    "every": lambda bucket: 0,
+    "step": lambda bucket: OPTIONS.step - 1,
+}
+
+
+@pytest.mark.parametrize("policy", sorted(BUCKET_POLICIES.keys() - {"tuned"}))
 def test_padding_stays_within_what_the_policy_promises(policy):
-    most = {"nano_vllm": lambda bucket: 15, "pow2": lambda bucket: (bucket - 1) // 2}[policy]
     for limit in LIMITS:
-        table = BucketTable.build(policy, limit, limit)
+        table = BucketTable.build(policy, limit, limit, OPTIONS)
         below = (0, *table.sizes[:-1])
-        assert all(size - (lower + 1) <= most(size) for lower, size in zip(below, table.sizes, strict=True))
+        assert all(size - (lower + 1) <= MOST_PADDING[policy](size)
+                   for lower, size in zip(below, table.sizes, strict=True))
 
 
 @pytest.mark.parametrize("size", [42, 257, 300])
@@ -73,3 +97,23 @@ def test_a_table_that_leaves_batches_uncovered_says_which():
                                     "scheduler.max_num_seqs is 256")
     assert table.uncovered(25).startswith("batches of 25 requests run eager")
     assert table.uncovered(24) is None
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"capture_order": "up"}, "graph.capture_order must be one of descending, ascending, shuffled; got 'up'"),
+    ({"capture_order": [1, 1]}, "graph.capture_order must name each size once"),
+    ({"scope": "all"}, "graph.scope must be one of auto, body, logits, step"),
+    ({"pool": "none"}, "graph.pool must be one of"), ({"warmup_runs": 0}, "graph.warmup_runs must be .* at least 1"),
+    ({"step": 0}, "graph.step must be"), ({"max_graphs": 0}, "graph.max_graphs must be"),
+    ({"parity_check": True}, "graph.parity_check must be one of"),
+    ({"max_graphs": 3, "max_graph_bytes": 5}, "at most one of graph.max_graphs and graph.max_graph_bytes"),
+    ({"buckets": [2, 2]}, "graph.buckets must name each size once"), ({"buckets": [0]}, "graph.buckets: each size")])
+def test_graph_settings_out_of_range_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        GraphConfig(**changes)
+
+
+def test_a_capture_order_names_every_bucket_once():
+    assert GraphConfig(buckets=[1, 4], capture_order=[1, 4]).bucket_table(4).sizes == (1, 4)
+    with pytest.raises(ValueError, match=r"graph.capture_order must name each bucket once: the buckets are \[1, 4\]"):
+        GraphConfig(buckets=[1, 4], capture_order=[4, 2]).bucket_table(4)

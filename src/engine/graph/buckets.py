@@ -32,8 +32,8 @@ def nano_vllm(limit: int, options: BucketOptions) -> list[int]:
 def vllm(limit: int, options: BucketOptions) -> list[int]:
     """vLLM's default capture sizes: 1, 2, 4, multiples of 8 below 256, of 16 from there; and the limit.
 
-    VllmConfig._set_cudagraph_sizes in vllm/config/vllm.py (0.11 and later; read on main at 000fc94b7). Its own list goes
-    up to min(2 x max_num_seqs, 512) and is not closed on a limit that is no such multiple.
+    VllmConfig._set_cudagraph_sizes in vllm/config/vllm.py, main at 000fc94b7, without speculative decoding; its own
+    limit is min(2 x max_num_seqs, 512).
     """
     return _closed([1, 2, 4, *range(8, 256, 8), *range(256, limit + 1, 16)], limit)
 

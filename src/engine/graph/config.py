@@ -7,7 +7,7 @@ from engine.checks import check_choice, check_range
 from engine.graph.buckets import BUCKET_POLICIES, BucketOptions, BucketTable
 
 GRAPH_MODES = ("full", "eager")
-SCOPES = ("body", "logits", "step")
+SCOPES = ("auto", "body", "logits", "step")
 CAPTURE_ORDERS = ("descending", "ascending", "shuffled")
 POOLS = ("shared", "separate")
 PARITY_CHECKS = ("none", "sampled", "all")
@@ -25,7 +25,8 @@ class GraphConfig:
     histogram: Any = None  # buckets=tuned: a finished run's directory, or {batch size: number of steps}
     max_graphs: Optional[int] = None  # buckets=tuned: how many graphs there may be; 16 when no budget is given
     max_graph_bytes: Optional[int] = None  # buckets=tuned: bytes that all graphs may take, as that run measured them
-    scope: str = "body"  # what is recorded: embedding to last norm; logits too; or the whole step with its sampling
+    scope: str = "auto"  # what is recorded: embedding to last norm (body); logits too; or the whole step with its
+    # sampling. auto: step on a GPU, body on a CPU, which records nothing and would only work on padding
     capture_order: Any = "descending"  # or ascending, shuffled, or a list of the sizes
     capture_seed: int = 0  # capture_order=shuffled
     warmup_runs: int = 1  # runs before each capture, so that nothing first happens inside a recording
@@ -55,6 +56,12 @@ class GraphConfig:
             _check_sizes("graph.capture_order", self.capture_order, CAPTURE_ORDERS)
         if not (isinstance(self.buckets, str) and self.buckets in BUCKET_POLICIES):
             _check_sizes("graph.buckets", self.buckets, BUCKET_POLICIES)
+
+    def scope_on(self, device_type: str) -> str:
+        """The scope on a "cpu" or "cuda" device."""
+        if self.scope != "auto":
+            return self.scope
+        return "step" if device_type == "cuda" else "body"
 
     def bucket_table(self, max_num_seqs: int) -> BucketTable | None:
         """The batch sizes to capture for batches of up to `max_num_seqs`; None for graph.mode=eager.

@@ -1,7 +1,7 @@
 """What a finished run knows that a bucket list can be tuned for: the batch sizes of its decode steps, and what each of
 its buckets cost in time and memory.
 
-Every finished run leaves these in one small file. A histogram written by hand does as well, and then there are no costs.
+Every finished run leaves these in one small file. A histogram written by hand does as well, and has no costs.
 """
 
 import json
@@ -38,14 +38,14 @@ def load_profile(source: Any) -> DecodeProfile:
     """
     if source is None:
         raise ValueError(f"graph.buckets=tuned needs {KEY}: the directory of a finished run with such a workload "
-                         f"({KEY}=outputs/<date>/<run>), or batch sizes and their numbers of decode steps, for instance "
+                         f"({KEY}=outputs/<date>/<run>), or numbers of decode steps by batch size, for instance "
                          f"'{KEY}={{1: 20, 8: 300}}'")
     if isinstance(source, Mapping):
         rows = [{"batch_size": _whole(size), "num_steps": num_steps} for size, num_steps in source.items()]
         return DecodeProfile(_steps(KEY, rows))
     if isinstance(source, (str, Path)):
         return _read(Path(source).expanduser())
-    raise ValueError(f"{KEY} must be a finished run's directory or a mapping from batch size to number of decode steps; "
+    raise ValueError(f"{KEY} must be a finished run's directory or a mapping {{batch size: number of decode steps}}; "
                      f"got {source!r}")
 
 
@@ -93,7 +93,8 @@ def _steps(where: str, rows: Iterable[dict[str, Any]]) -> dict[int, int]:
 def _by_batch_size(where: str, rows: Iterable[dict[str, Any]], name: str, kind: type) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for row in rows:
-        size, value = row.get("batch_size"), row.get(name)
+        size: Any = row.get("batch_size")
+        value = row.get(name)
         check_range(f"{where}: batch_size", size, 1, MAX_NUMBER)
         check_range(f"{where}: {name} of batch size {size}", value, 0, MAX_NUMBER, kind=kind)
         if size in found:

@@ -1,8 +1,8 @@
 """The bucket list that wastes least for the batch sizes that a workload has, under a budget of graphs or of bytes.
 
-A step of `n` requests costs what the smallest bucket that holds them costs: a measured replay time, or else the bucket's
-rows. So the buckets cut the sorted batch sizes into runs, each served by its largest member, and the best list that ends
-at a given bucket extends the best list that ends at an earlier one: an exact dynamic program over (bucket, budget spent).
+A step costs what the smallest bucket that holds its requests costs: a measured replay time, or else the bucket's rows.
+So the buckets cut the sorted batch sizes into runs, each served by its largest member, and the best list that ends at
+one bucket extends the best list that ends at an earlier one: an exact dynamic program over (bucket, budget spent).
 """
 
 import functools
@@ -15,7 +15,7 @@ import numpy as np
 from engine.graph.decode_profile import DecodeProfile, load_profile
 
 DEFAULT_MAX_GRAPHS = 16
-BYTE_UNITS = 1024  # a byte budget is spent in parts of this many; each bucket is rounded up to the next
+BYTE_UNITS = 512  # a byte budget is spent in parts of this many; each bucket is rounded up to the next
 TIE = 1e-9  # costs that differ by a smaller share are equal: sums of floats
 
 
@@ -23,9 +23,9 @@ TIE = 1e-9  # costs that differ by a smaller share are equal: sums of floats
 class TunedList:
     """A tuned bucket list and what it promises for the steps that it was tuned for.
 
-    Costs are milliseconds of replay where `is_measured`, else rows computed. `cost_with_one_fewer` is the best that one
-    graph fewer can do, None where there is only one; for a budget in bytes it is chosen from these sizes, which are sure
-    to fit. `num_steps_above` counts steps above the largest bucket, which no cost includes.
+    Costs are milliseconds of replay where `is_measured`, else rows computed. `cost_with_one_fewer` is the least that a
+    list of one graph fewer costs, None where there is only one; under a budget in bytes, a list of these sizes, so that
+    it fits too. `num_steps_above` counts steps above the largest bucket, which no cost includes.
     """
 
     sizes: tuple[int, ...]
@@ -48,17 +48,17 @@ def tune(limit: int, histogram: Any, max_graphs: int | None = None, max_graph_by
     """The cheapest list that ends at `limit` and keeps to its budget; of equal ones, that which needs least of it.
 
     `histogram` is what `load_profile` takes. At most one budget may be given; without one it is DEFAULT_MAX_GRAPHS.
-    Raises ValueError for a histogram that cannot be read and a budget that cannot be kept.
+    Raises ValueError for a histogram that cannot be read and for a budget that cannot be kept.
     """
-    if max_graphs is not None and max_graph_bytes is not None:
-        raise ValueError(f"at most one of graph.max_graphs and graph.max_graph_bytes may be set; got graph.max_graphs="
-                         f"{max_graphs}, graph.max_graph_bytes={max_graph_bytes}")
     # The file is read each time, so that a new one counts; what it says is the key under which the list is kept.
-    return _tune(limit, load_profile(histogram), max_graphs, max_graph_bytes)
+    return tune_profile(limit, load_profile(histogram), max_graphs, max_graph_bytes)
 
 
 @functools.cache
-def _tune(limit: int, profile: DecodeProfile, max_graphs: int | None, max_graph_bytes: int | None) -> TunedList:
+def tune_profile(limit: int, profile: DecodeProfile, max_graphs: int | None = None,
+                 max_graph_bytes: int | None = None) -> TunedList:
+    """`tune` for a profile that has been loaded."""
+    assert max_graphs is None or max_graph_bytes is None, f"two budgets: {max_graphs} graphs, {max_graph_bytes} bytes"
     # Observed batch sizes and the limit suffice: neither costs nor bytes fall with the size, so a bucket between two
     # observed sizes serves the same batches, and for no more, once it is lowered to the first of them.
     candidates = tuple(sorted({size for size in profile.steps_by_batch_size if size < limit} | {limit}))
@@ -82,7 +82,7 @@ def _tune(limit: int, profile: DecodeProfile, max_graphs: int | None, max_graph_
 
 
 def serving_cost(sizes: Sequence[int], profile: DecodeProfile) -> float:
-    """Milliseconds of replay (rows computed where no two buckets were timed) of all steps up to the largest of `sizes`."""
+    """What all steps of up to the largest of `sizes` cost in these buckets, in the unit of `TunedList.cost`."""
     served = _served(sizes, profile)
     return float(served.num_steps @ _replay_costs(served.buckets, profile))
 
@@ -93,7 +93,7 @@ def describe(tuned: TunedList) -> str:
              f"padding waste {tuned.padding_waste:.1%}"]
     if tuned.last_bucket_share is not None:
         unit = "replay time" if tuned.is_measured else "rows"
-        parts.append(f"one bucket fewer would cost {tuned.last_bucket_share:.1%} more {unit}")
+        parts.append(f"one bucket fewer would cost {tuned.last_bucket_share:.2%} more {unit}")
     if tuned.num_steps_above:
         parts.append(f"{_count(tuned.num_steps_above, 'step')} of more than {tuned.sizes[-1]} requests left out")
     return "; ".join(parts)
@@ -131,20 +131,21 @@ def _best_of_at_most(max_graphs: int, candidates: tuple[int, ...], profile: Deco
 
 def _best_within(max_bytes: int, candidates: tuple[int, ...], profile: DecodeProfile) -> tuple[int, ...]:
     if not profile.bytes_by_bucket:
-        raise ValueError(f"graph.max_graph_bytes={max_bytes} needs the bytes of the graphs, and graph.histogram has none: "
-                         f"give the directory of a run that captured its graphs on a GPU, or graph.max_graphs")
+        raise ValueError(f"graph.max_graph_bytes={max_bytes} needs the bytes of graphs, and graph.histogram has none: "
+                         f"give the directory of a run that captured graphs on a GPU, or graph.max_graphs instead")
     num_bytes = _rising_curve(profile.bytes_by_bucket, np.array(candidates, dtype=np.float64))
     if num_bytes[-1] > max_bytes:
         raise ValueError(f"graph.max_graph_bytes={max_bytes} is too small: the largest bucket, {candidates[-1]}, takes "
                          f"{num_bytes[-1]:.0f} bytes alone")
-    if num_bytes.sum() <= max_bytes:  # no budget to divide, and rounding up to units must not make it one
+    if num_bytes.sum() <= max_bytes:  # everything fits: rounding up to units must not leave anything out
         return _best_of_at_most(len(candidates), candidates, profile)
     num_units = min(max_bytes, BYTE_UNITS)
     weights = np.maximum(np.ceil(num_bytes * num_units / max_bytes), 1).astype(np.int64)
     return _best_list(candidates, profile, weights, num_units)
 
 
-def _best_list(candidates: tuple[int, ...], profile: DecodeProfile, weights: np.ndarray, budget: int) -> tuple[int, ...]:
+def _best_list(candidates: tuple[int, ...], profile: DecodeProfile,
+               weights: np.ndarray, budget: int) -> tuple[int, ...]:
     """The cheapest list of `candidates` that ends with the last of them and weighs at most `budget`."""
     served = _served(candidates, profile)
     sizes = np.array(candidates, dtype=np.float64)
@@ -155,13 +156,13 @@ def _best_list(candidates: tuple[int, ...], profile: DecodeProfile, weights: np.
 def cheapest(num_steps: np.ndarray, costs: np.ndarray, weights: np.ndarray, budget: int) -> list[int]:
     """Indices of the buckets that serve all steps for least, the last bucket always among them.
 
-    Bucket `j` serves a step of its own or of an earlier index for `costs[j]` and spends `weights[j]` (at least 1) of the
-    budget; `num_steps[j]` steps are of index `j`. Of lists that cost the same, the one that weighs least is taken.
+    Bucket `j` serves a step of index `j` or less for `costs[j]`, and spends `weights[j]` (at least 1) of the budget;
+    `num_steps[j]` steps are of index `j`. Of lists that cost the same, the one that weighs least is taken.
     """
     assert weights[-1] <= budget, f"the last bucket weighs {weights[-1]}, the budget is {budget}"
     budget, num = min(budget, int(weights.sum())), len(costs)
     steps_before = np.concatenate([[0], np.cumsum(num_steps)])
-    # best[spent, j]: the cost of the steps before index j with a bucket at j - 1, for at most `spent`; j = 0: no bucket.
+    # best[spent, j]: least cost of the steps before index j with a bucket at j - 1 and for at most `spent`.
     best = np.full((budget + 1, num + 1), np.inf)
     best[:, 0] = 0
     previous = np.zeros((budget + 1, num + 1), dtype=np.int64)
@@ -171,7 +172,7 @@ def cheapest(num_steps: np.ndarray, costs: np.ndarray, weights: np.ndarray, budg
             continue
         through = best[:budget + 1 - weight, :j] + (steps_before[j] - steps_before[:j]) * costs[j - 1]
         previous[weight:, j] = through.argmin(axis=1)
-        best[weight:, j] = through.min(axis=1)
+        best[weight:, j] = np.take_along_axis(through, previous[weight:, j, None], axis=1)[:, 0]
     spent = int(np.argmax(best[:, num] <= best[budget, num] * (1 + TIE)))
     indices, j = [], num
     while j > 0:
