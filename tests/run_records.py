@@ -4,8 +4,9 @@ from engine.config import Architecture, ModelConfig
 from engine.records import BucketRecord, EngineRecords, LedgerEntry, RequestRecord, StartupRecord, StepRecord
 from experiments.config import Config, RunConfig, TrackerConfig, WorkloadConfig
 from experiments.messages import Answer, Finished, Progress
-from experiments.metrics import compute_metrics, steps_by_path
+from experiments.metrics import compute_metrics
 from experiments.result import RunResult
+from experiments.tables import run_tables, steps_by_path
 
 MIB = 1 << 20
 
@@ -27,6 +28,8 @@ def make_startup(**changes) -> StartupRecord:
         "num_parameters": 1000, "block_size": 64, "num_kv_blocks": 16, "kv_bytes": 4 * MIB, "kv_bytes_per_token": 4096,
         "device_total_bytes": 1 << 34, "seconds": {"load": 1.5, "capture": 0.5},
         "buckets": (BucketRecord(1, 0.1, 0.2, 1024, None), BucketRecord(4, 0.1, 0.2, 2048, None)),
+        "scope": "body", "ops": "torch", "sampler": "torch", "capture_order": (4, 1), "parity": (),
+        "disabled_buckets": (),
         "ledger": (LedgerEntry("weights", None, 10 * MIB), LedgerEntry("kv_cache", 4 * MIB, 4 * MIB))}
     return StartupRecord(**{**values, **changes})
 
@@ -59,6 +62,15 @@ def make_finished(num_steps: int = 5, num_requests: int = 3, warnings: tuple[str
                     {"build_engine": 2.0, "serve": 0.3})
 
 
+def make_measured(**changes) -> Finished:
+    """What a measurement leaves that serves no workload: tables and notes, no step, no request, no answer."""
+    values = {"startup": make_startup(), "records": EngineRecords(), "answers": (), "memory": {"rss_bytes": 100 * MIB},
+              "warmup": {}, "seconds": {"measure": 1.0}, "notes": ("Launching is dear.",),
+              "tables": {"launch_cost": [{"empty_kernel": "torch", "launch_us": 4.25},
+                                         {"empty_kernel": "triton", "launch_us": None}]}}
+    return Finished(**{**values, **changes})
+
+
 def make_result(finished: Finished | None = None, reason: str | None = None, **changes) -> RunResult:
     """The result of `finished`, or a failed one with `reason`."""
     values = {"name": "tiny fixed", "started_at": "2026-01-02T03:04:05+00:00", "command": ["run.py"], "overrides": [],
@@ -68,6 +80,7 @@ def make_result(finished: Finished | None = None, reason: str | None = None, **c
     records, startup = finished.records, finished.startup
     metrics = compute_metrics(records.steps, records.requests, startup, finished.memory)
     return RunResult(**{**values, "status": "finished", "startup": {"seconds": startup.seconds}, "metrics": metrics,
+                        "tables": {**run_tables(records, startup), **finished.tables}, "notes": list(finished.notes),
                         "steps_by_path": steps_by_path(records.steps), "seconds": finished.seconds,
                         "warmup": finished.warmup, "warnings": records.warnings, **changes})
 

@@ -42,9 +42,9 @@ def assemble(config: EngineConfig, on_stage: OnStage) -> Assembly:
     attention, reason = choose_attention(config.kernels.attention, device, source.dtype, source.architecture.head_dim)
     if config.kernels.attention == "auto":
         choices["kernels.attention"] = f"{attention.name}: {reason}"
-    block_size = _choose_block_size(config.kv, attention, choices)
+    block_size = choose_block_size(config.kv, attention, choices)
     tokenizer = Tokenizer.load(source.directory) if source.directory else None  # before the weights
-    policy = KV_MEMORY_POLICIES[_choose_kv_policy(config.kv, device, choices)]
+    policy = KV_MEMORY_POLICIES[choose_kv_policy(config.kv, device, choices)]
     sampler = _torch_or_triton("sampler.impl", config.sampler.impl, device, choices)
     ops = _torch_or_triton("kernels.ops", config.kernels.ops, device, choices)
     parts = EngineStartup(config, source, device, attention, ops, sampler, block_size, on_stage)
@@ -72,7 +72,8 @@ def _torch_or_triton(key: str, requested: str, device: torch.device, choices: di
     return chosen
 
 
-def _choose_block_size(kv: KVConfig, attention: "AttentionBackend", choices: dict[str, str]) -> int:
+def choose_block_size(kv: KVConfig, attention: "AttentionBackend", choices: dict[str, str]) -> int:
+    """Tokens a KV block; what `auto` became goes to `choices`. ValueError for a size the backend cannot read."""
     if kv.block_size != "auto":
         attention.check_block_size(kv.block_size)
         return kv.block_size
@@ -81,7 +82,8 @@ def _choose_block_size(kv: KVConfig, attention: "AttentionBackend", choices: dic
     return block_size
 
 
-def _choose_kv_policy(kv: KVConfig, device: torch.device, choices: dict[str, str]) -> str:
+def choose_kv_policy(kv: KVConfig, device: torch.device, choices: dict[str, str]) -> str:
+    """The KV memory policy; what `auto` became goes to `choices`."""
     if kv.policy != "auto":
         return kv.policy
     if kv.is_size_stated or device.type == "cpu":

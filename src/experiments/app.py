@@ -1,4 +1,4 @@
-"""One run from its configuration to its files, and the summary of a sweep. What the command line calls.
+"""One run from its configuration to its files, its plan, and the summary of a sweep. What the command line calls.
 
 Importing this is cheap, since `--help` and the child process pay for it; what takes time to import is imported when
 needed. Order of a run: what it ran on is written down, the child executes it while the tracker follows, then files,
@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from experiments.config import Config
+from experiments.config import MEASURES, Config
 from experiments.messages import INTERRUPTED, Failed, Finished, Outcome
 from experiments.naming import run_name
 from experiments.paths import anchored, repository_root
@@ -53,6 +54,19 @@ def run_one(config: Config, directory: Path, overrides: Sequence[str] = (), comm
     return result
 
 
+def print_plan(config: Config) -> None:
+    """Print what this run would be, and leave nothing. ValueError for what would be refused."""
+    from rich.text import Text
+
+    from experiments.plan import make_plan
+    from experiments.plan_report import plan_parts
+
+    parts = plan_parts(make_plan(config))
+    console = _console()
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, Text))
+
+
 def finish_sweep(directory: Path) -> None:
     """Write summary.csv and summary.json of the sweep in `directory`, and print its table."""
     from experiments import sweep
@@ -60,7 +74,8 @@ def finish_sweep(directory: Path) -> None:
     points, without_result = sweep.collect(directory)
     sweep.write_summary(directory, points)
     console = _console()
-    console.print(sweep.summary_table(directory, points))
+    for table in (sweep.summary_table(directory, points), *sweep.batch_tables(points)):
+        console.print(table)
     for line in (*sweep.failures(points), *(f"without a result: {run}" for run in without_result)):
         console.print(line, style="red", markup=False, soft_wrap=True)
     console.print(f"summary:  {directory / 'summary.csv'}", markup=False, soft_wrap=True)
@@ -75,7 +90,8 @@ def _execute_tracked(config: Config, name: str, sweep: str | None) -> "tuple[Out
 
     tracker: Tracker = NoTracker()
     try:
-        draw_workload(config)  # what is wrong with it is said before anything is started
+        if config.measure == "serve":
+            draw_workload(config)  # what is wrong with it is said before anything is started
         tracker = make_tracker(config, name, sweep, anchored(config.run.output_root))
     except ValueError as error:
         return Failed(str(error)), tracker
@@ -83,7 +99,7 @@ def _execute_tracked(config: Config, name: str, sweep: str | None) -> "tuple[Out
         return Failed(INTERRUPTED), tracker
     try:
         with progress_display(name, is_interactive=not config.run.isolate) as show:
-            return execute(config, show, tracker.start), tracker
+            return execute(config, show, tracker.start, resolve_name(MEASURES[config.measure])), tracker
     except TrackerError as error:
         return Failed(str(error)), tracker
     except KeyboardInterrupt:
@@ -91,7 +107,8 @@ def _execute_tracked(config: Config, name: str, sweep: str | None) -> "tuple[Out
 
 
 def _result(outcome: Outcome, warnings: list[str], **about: Any) -> RunResult:
-    from experiments.metrics import compute_metrics, steps_by_path
+    from experiments.metrics import compute_metrics
+    from experiments.tables import run_tables, steps_by_path
 
     if isinstance(outcome, Failed):
         return RunResult(status=FAILED, reason=outcome.reason, **about)
@@ -99,6 +116,7 @@ def _result(outcome: Outcome, warnings: list[str], **about: Any) -> RunResult:
     return RunResult(
         status=FINISHED, startup={**plain(startup), "total_s": startup.total_s},
         metrics=compute_metrics(records.steps, records.requests, startup, outcome.memory),
+        tables={**run_tables(records, startup), **outcome.tables}, notes=list(outcome.notes),
         steps_by_path=steps_by_path(records.steps), seconds=outcome.seconds, warmup=outcome.warmup,
         warnings=[*warnings, *records.warnings], **about)
 
@@ -112,8 +130,8 @@ def _conclude(outcome: Outcome, result: RunResult, tracker: "Tracker", directory
         from experiments.plots import save_plots
 
         finished = outcome
-        run_files.write_finished(directory, finished)
-        plots = save_plots(directory / PLOTS_DIRECTORY, finished.records, finished.startup)
+        run_files.write_finished(directory, finished, result.tables)
+        plots = save_plots(directory / PLOTS_DIRECTORY, finished, result.tables)
     else:
         run_files.write_failure(directory, outcome)
     write_result(directory, result)

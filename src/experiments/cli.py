@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -26,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments import app
 from experiments.config import Config
 from experiments.machine import check_machine
-from experiments.paths import repository_root
+from experiments.paths import anchored, repository_root
 
 USAGE_ERROR, RUN_FAILED, INTERRUPTED = 2, 1, 130
 HYDRA_FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--config-dir", "-cd",
@@ -47,16 +48,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def job(composed: DictConfig) -> None:
         try:
             config = to_config(composed)
+            if config.mode == "plan":
+                app.print_plan(config)
+                return
         except ValueError as error:  # raised here, Hydra would print a line of its own above ours
             refused.append(error)
-        else:
-            if (sweep := _sweep_directory()) is not None:
-                sweeps.add(sweep)
-            statuses.append(_run_job(config, sweep))
+            return
+        if (sweep := _sweep_directory()) is not None:
+            sweeps.add(sweep)
+        statuses.append(_run_job(config, sweep))
 
+    scratch = TemporaryDirectory(prefix="encore-plan-")  # Hydra makes a directory for every job, also for a plan
     try:
         check_keys(arguments)
-        _register()
+        _register(Path(scratch.name))
         if {"--help", "-h"} & set(arguments):
             print(help_text([text for text in arguments if not text.startswith("-")]))
             return 0
@@ -78,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     finally:
+        scratch.cleanup()
         for sweep in sweeps:
             app.finish_sweep(sweep)
     return RUN_FAILED if any(status != "finished" for status in statuses) else 0
@@ -114,9 +120,11 @@ def _run_job(config: Config, sweep: Path | None) -> str:
     return result.status
 
 
-def _register() -> None:
-    """Tell Hydra the schema, and the resolvers that conf/config.yaml uses."""
+def _register(scratch: Path) -> None:
+    """Tell Hydra the schema, and the resolvers that the files of conf use. Plans leave their traces in `scratch`."""
     OmegaConf.register_new_resolver("repository", lambda path: str(repository_root() / path), replace=True)
+    OmegaConf.register_new_resolver("outputs", lambda mode, root: str(scratch if mode == "plan" else anchored(root)),
+                                    replace=True)
     # Cached, so that one run has one id wherever it is asked for.
     OmegaConf.register_new_resolver("unique", lambda: uuid.uuid4().hex[:6], use_cache=True, replace=True)
     ConfigStore.instance().store(name="schema", node=schema())
@@ -174,7 +182,7 @@ def check_keys(arguments: Sequence[str]) -> None:
         except HydraException as error:
             raise ValueError(f"{text}: {str(error).splitlines()[0]}") from error
         key = override.key_or_group
-        if key.split(".")[0] in ("hydra", "") or key.startswith("hydra/"):
+        if key.split(".")[0] in ("hydra", "", "experiment") or key.startswith("hydra/"):
             continue
         _check_key(key.replace("/", "."), text)
 

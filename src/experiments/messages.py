@@ -32,7 +32,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that came to its end. Record times count from the moment at which its requests arrived."""
+    """A run that came to its end. Record times count from the moment at which its first requests arrived.
+
+    A measurement that serves no workload leaves no step, no request and no answer, and has tables instead.
+    """
 
     startup: StartupRecord
     records: EngineRecords
@@ -41,6 +44,8 @@ class Finished:
     warmup: dict[str, Any]  # what ran before the measurement: num_requests, max_tokens
     seconds: dict[str, float]  # build_engine, bind_workload, warm_up, serve
     process: dict[str, Any] = field(default_factory=dict)  # what only that process knows: torch's threads, CUDA version
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # name -> rows of plain values, columns alike
+    notes: tuple[str, ...] = ()  # what the tables show, in sentences
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ result.json, in tables, in summary.csv and in Weights & Biases. Times of records
 from does not matter. A metric that a run does not have (no graph, no second token) is left out, never zero.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -86,11 +85,8 @@ def compute_metrics(steps: Sequence[StepRecord], requests: Sequence[RequestRecor
                     memory: Mapping[str, int]) -> dict[str, float]:
     """Every metric that these records have, by the names of `METRICS`."""
     values = {
-        **throughput(requests),
-        **{f"latency/{name}_{statistic}": value for name, samples in latency_samples(requests).items()
-           for statistic, value in summarise(samples).items()},
         **graph_metrics(steps, startup),
-        **scheduler_metrics(steps, requests),
+        **(served_metrics(steps, requests) if requests else {}),
         **kv_metrics(steps, requests, startup),
         "startup/total_s": startup.total_s,
         "memory/kv_cache_bytes": startup.kv_bytes,
@@ -98,6 +94,16 @@ def compute_metrics(steps: Sequence[StepRecord], requests: Sequence[RequestRecor
     }
     assert values.keys() <= METRICS.keys(), f"without a definition: {values.keys() - METRICS.keys()}"
     return values
+
+
+def served_metrics(steps: Sequence[StepRecord], requests: Sequence[RequestRecord]) -> dict[str, float]:
+    """What only a run has that was sent requests: throughput, latencies, the scheduler's counts."""
+    return {
+        **throughput(requests),
+        **{f"latency/{name}_{statistic}": value for name, samples in latency_samples(requests).items()
+           for statistic, value in summarise(samples).items()},
+        **scheduler_metrics(steps, requests),
+    }
 
 
 def ttft_ms(request: RequestRecord) -> float | None:
@@ -227,17 +233,13 @@ def scheduler_metrics(steps: Sequence[StepRecord], requests: Sequence[RequestRec
 def kv_metrics(steps: Sequence[StepRecord], requests: Sequence[RequestRecord],
                startup: StartupRecord) -> dict[str, float]:
     """Use of the KV cache and of its cached prefixes."""
-    hits = sum(request.num_cached_tokens for request in requests)
-    values: dict[str, float] = {"kv/num_blocks": startup.num_kv_blocks, "kv/num_prefix_hit_tokens": hits}
+    values: dict[str, float] = {"kv/num_blocks": startup.num_kv_blocks}
+    if requests:
+        values["kv/num_prefix_hit_tokens"] = sum(request.num_cached_tokens for request in requests)
     if num_prompt_tokens := sum(request.num_prompt_tokens for request in requests):
-        values["kv/prefix_hit_rate"] = hits / num_prompt_tokens
+        values["kv/prefix_hit_rate"] = values["kv/num_prefix_hit_tokens"] / num_prompt_tokens
     if steps:
         peak = max(step.num_used_blocks for step in steps)
         values |= {"kv/used_blocks_peak": peak, "kv/used_share_peak": peak / startup.num_kv_blocks,
                    "kv/used_blocks_mean": float(np.mean([step.num_used_blocks for step in steps]))}
     return values
-
-
-def steps_by_path(steps: Sequence[StepRecord]) -> dict[str, int]:
-    """How many steps took each path for each reason, such as {"graph: captured": 250}; the most frequent first."""
-    return dict(Counter(f"{step.path}: {step.reason}" for step in steps).most_common())

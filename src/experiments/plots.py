@@ -1,17 +1,23 @@
 """What a run looked like, as figures. Each function draws one figure from records; one helper saves them all."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from engine.records import EngineRecords, LedgerEntry, RequestRecord, StartupRecord, StepRecord
+from engine.records import LedgerEntry, RequestRecord, StartupRecord, StepRecord
+from experiments.launch_plots import launch_plots
+from experiments.messages import Finished
 from experiments.metrics import latency_samples
+from experiments.tables import BUCKETS
 from experiments.timeline import time_series
 
 MIB = 1 << 20
 DPI = 120
 NUM_BINS = 50
+MAX_TICKS = 48  # labels that fit side by side
 
 
 def steps_over_time(steps: Sequence[StepRecord], startup: StartupRecord) -> Figure:
@@ -80,13 +86,52 @@ def memory_ledger(ledger: Sequence[LedgerEntry]) -> Figure:
     return figure
 
 
-def save_plots(directory: Path, records: EngineRecords, startup: StartupRecord) -> list[Path]:
-    """Draw every figure of a run and save it as PNG in `directory`; returns the files."""
-    figures = {
-        "steps": steps_over_time(records.steps, startup),
-        "latency": latency_histograms(records.requests),
-        "memory": memory_ledger(startup.ledger),
-    }
+def buckets(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """What each captured bucket cost in memory and in start-up time, and how often it was replayed, side by side.
+
+    `rows` are those of the table `buckets`; bytes that the device did not report are drawn as none, and said.
+    """
+    figure = Figure(figsize=(9, 8), layout="constrained")
+    memory, seconds, replays = figure.subplots(3, 1, sharex=True)
+    _stack(memory, rows, {"inside the pool": "pool_bytes", "outside torch's allocator": "outside_bytes"}, 1 / MIB)
+    is_reported = any(row["pool_bytes"] is not None for row in rows)
+    memory.set_ylabel("MiB added" if is_reported else "MiB added\n(not reported here)")
+    _stack(seconds, rows, {"warm-up": "warmup_s", "capture": "capture_s"}, 1e3)
+    seconds.set_ylabel("ms")
+    _stack(replays, rows, {"replays": "num_replays"}, 1)
+    replays.set_ylabel("replays")
+    replays.set_xlabel("bucket")
+    every = -(-len(rows) // MAX_TICKS)
+    places = range(0, len(rows), every)
+    replays.set_xticks(list(places), [f"{rows[place]['batch_size']}" for place in places], rotation=90)
+    return figure
+
+
+def _stack(axes: Axes, rows: Sequence[Mapping[str, Any]], parts: Mapping[str, str], scale: float) -> None:
+    """One bar a row, made of the columns `parts` (label -> column) one on the other; below zero what is negative."""
+    above, below = [0.0] * len(rows), [0.0] * len(rows)
+    for label, column in parts.items():
+        heights = [(row[column] or 0) * scale for row in rows]
+        bottoms = [up if height >= 0 else down for height, up, down in zip(heights, above, below, strict=True)]
+        axes.bar(range(len(rows)), heights, bottom=bottoms, label=label)
+        above = [up + max(height, 0) for up, height in zip(above, heights, strict=True)]
+        below = [down + min(height, 0) for down, height in zip(below, heights, strict=True)]
+    if len(parts) > 1:
+        axes.margins(y=0.25)  # room for the legend
+        axes.legend(loc="upper left", ncols=len(parts))
+
+
+def save_plots(directory: Path, finished: Finished, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Path]:
+    """Draw every figure that a run has something for and save it as PNG in `directory`; returns the files."""
+    records, startup = finished.records, finished.startup
+    figures = {"memory": memory_ledger(startup.ledger)}
+    if records.steps:
+        figures["steps"] = steps_over_time(records.steps, startup)
+    if records.requests:
+        figures["latency"] = latency_histograms(records.requests)
+    if rows := tables.get(BUCKETS):
+        figures["buckets"] = buckets(rows)
+    figures |= launch_plots(tables)
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{name}.png" for name in figures]
     for path, figure in zip(paths, figures.values(), strict=True):

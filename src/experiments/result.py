@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FINISHED, FAILED = "finished", "failed"  # RunResult.status
 RESULT_FILE = "result.json"
 
@@ -32,6 +32,8 @@ class RunResult:
     tracker: dict[str, str] | None = None  # mode, why that mode, location
     startup: dict[str, Any] | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # by the names of experiments.metrics.METRICS
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # name -> rows of plain values
+    notes: list[str] = field(default_factory=list)  # what the tables show, in sentences
     steps_by_path: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # parts of the run -> duration
     warmup: dict[str, Any] = field(default_factory=dict)
@@ -75,7 +77,7 @@ def from_json(data: Any) -> RunResult:
     known = {item.name for item in fields(RunResult)}
     if differing := known ^ data.keys():
         raise ValueError("keys missing or unknown: " + ", ".join(sorted(differing)))
-    for name in ("metrics", "config", "environment", "code", "steps_by_path", "seconds", "warmup"):
+    for name in ("metrics", "config", "environment", "code", "tables", "steps_by_path", "seconds", "warmup"):
         if not isinstance(data[name], dict):
             raise ValueError(f"{name} must be an object; got {data[name]!r}")
     for name, entry in data["metrics"].items():

@@ -5,24 +5,30 @@
     startup.json       ledger, buckets, what `auto` became
     steps.parquet      one row a step          requests.jsonl   one line a request, with the time of each token
     outputs.jsonl      the answers             error.txt        the traceback of a failed run
+    tables/*.csv       the tables of result.json
+    decode_batches.json                        what graph.buckets=tuned reads of a run
     plots/*.png
 
-Times count from the moment at which the requests arrived.
+Times count from the moment at which the first requests arrived.
 """
 
+import csv
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from engine.graph.decode_profile import DECODE_BATCHES_FILE, DECODE_BATCHES_SCHEMA
 from engine.records import RequestRecord, StepRecord
 from experiments.config import Config
 from experiments.messages import Answer, Failed, Finished
 from experiments.result import plain, write_json
+from experiments.tables import decode_profile
 
 CONFIG_FILE, ERROR_FILE = "config.yaml", "error.txt"
 STEPS_FILE, REQUESTS_FILE, OUTPUTS_FILE = "steps.parquet", "requests.jsonl", "outputs.jsonl"
+TABLES_DIRECTORY = "tables"
 
 
 def write_config(directory: Path, config: Config) -> None:
@@ -30,9 +36,10 @@ def write_config(directory: Path, config: Config) -> None:
     from omegaconf import OmegaConf
 
     values = asdict(config)
-    for section in ("model", "workload"):  # a relative path means nothing from another directory
-        if (path := values[section]["path"]) is not None and Path(path).expanduser().exists():
-            values[section]["path"] = str(Path(path).expanduser().absolute())
+    for section, key in (("model", "path"), ("workload", "path"), ("graph", "histogram")):
+        path = values[section][key]  # a relative one means nothing from another directory
+        if isinstance(path, str) and Path(path).expanduser().exists():
+            values[section][key] = str(Path(path).expanduser().absolute())
     text = OmegaConf.to_yaml(OmegaConf.create(values))
     head = ("# Run again from the repository, DIRECTORY being the one of this file:\n"
             "#   python run.py --config-path=DIRECTORY --config-name=config\n")
@@ -43,10 +50,14 @@ def write_environment(directory: Path, environment: Mapping[str, Any]) -> None:
     write_json(directory / "environment.json", environment)
 
 
-def write_finished(directory: Path, finished: Finished) -> None:
+def write_finished(directory: Path, finished: Finished, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Write all that a finished run recorded, except its plots."""
-    write_json(directory / "startup.json", {**plain(finished.startup), "total_s": finished.startup.total_s})
-    write_steps(directory, finished.records.steps)
+    startup, steps = finished.startup, finished.records.steps
+    write_json(directory / "startup.json", {**plain(startup), "total_s": startup.total_s})
+    write_steps(directory, steps)
+    write_json(directory / DECODE_BATCHES_FILE,
+               {"schema_version": DECODE_BATCHES_SCHEMA, **decode_profile(steps, startup)})
+    write_tables(directory / TABLES_DIRECTORY, tables)
     _write_lines(directory / REQUESTS_FILE, map(vars, finished.records.requests))
     _write_lines(directory / OUTPUTS_FILE, map(_output_line, finished.answers))
 
@@ -58,6 +69,18 @@ def write_failure(directory: Path, failed: Failed) -> Path | None:
     path = directory / ERROR_FILE
     path.write_text(failed.traceback, encoding="utf-8")
     return path
+
+
+def write_tables(directory: Path, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Write <name>.csv for each table that has a row; the first row says the columns."""
+    for name, rows in tables.items():
+        if not rows:
+            continue
+        directory.mkdir(exist_ok=True)
+        with (directory / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
 
 
 def write_steps(directory: Path, steps: Sequence[StepRecord]) -> None:

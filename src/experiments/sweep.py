@@ -5,7 +5,7 @@ be made again at any time.
 """
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,16 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
+from experiments.launch_overhead import MODEL_TABLE
 from experiments.metrics import METRICS
 from experiments.report import format_value
 from experiments.result import RESULT_FILE, RunResult, read_result, write_json
 from experiments.run_files import CONFIG_FILE
+from experiments.tables import DECODE_BATCHES
 
 SUMMARY_SCHEMA_VERSION = 1
+PLOTS_DIRECTORY, DPI = "plots", 120
+MAX_LABEL_CHARS = 60
 MAIN_METRICS = {
     "tokens/s": "throughput/output_throughput",
     "TTFT p50 ms": "latency/ttft_ms_p50",
@@ -63,8 +67,43 @@ def differing_overrides(results: Sequence[RunResult]) -> list[dict[str, str]]:
     return [{key: each[key] for key in differing} for each in values]
 
 
+def labels(results: Sequence[RunResult]) -> list[str]:
+    """A short text for each result that tells it from the others: what differs, or its name if nothing does."""
+    texts = [", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in differs.items()) or result.name
+             for result, differs in zip(results, differing_overrides(results), strict=True)]
+    texts = [text if len(text) <= MAX_LABEL_CHARS else text[:MAX_LABEL_CHARS - 1] + "…" for text in texts]
+    is_unique = len(set(texts)) == len(texts)
+    return texts if is_unique else [f"{number}: {text}" for number, text in enumerate(texts)]
+
+
+def decode_step_ms(result: RunResult) -> dict[int, float]:
+    """Median decode step by batch size of a run of workload=ladder; empty for others.
+
+    A batch size that ran in more than one way counts by the one that most of its steps took.
+    """
+    workload = result.config.get("workload", {})
+    if workload.get("kind") != "ladder":
+        return {}
+    rows = sorted(result.tables.get(DECODE_BATCHES, []), key=lambda row: row["num_steps"])
+    steps_ms = {row["batch_size"]: row["step_ms_p50"] for row in rows}
+    return {size: steps_ms[size] for size in sorted(set(workload["batch_sizes"])) if size in steps_ms}
+
+
+def graph_speedup(result: RunResult) -> dict[int, float]:
+    """Measured speed-up of the decode step by its graph, by batch size; empty but for launch_overhead on a GPU."""
+    rows = result.tables.get(MODEL_TABLE, [])
+    return {row["batch_size"]: row["speedup"] for row in rows if row["speedup"] is not None}
+
+
+# What a sweep may have by batch size: file name -> title, and the values of one result.
+BY_BATCH_SIZE: dict[str, tuple[str, Callable[[RunResult], dict[int, float]]]] = {
+    "decode": ("decode step, ms", decode_step_ms),
+    "speedup": ("decode step: eager over graph", graph_speedup),
+}
+
+
 def write_summary(sweep: Path, points: Sequence[Point]) -> None:
-    """Write summary.json and summary.csv: one entry a point, with what differs and every metric."""
+    """Write summary.json and summary.csv, one entry a point with what differs and every metric; and the plots."""
     differing = differing_overrides([point.result for point in points])
     rows = [_row(sweep, point, varied) for point, varied in zip(points, differing, strict=True)]
     units = {name: metric.unit for name, metric in METRICS.items() if any(name in row["metrics"] for row in rows)}
@@ -76,19 +115,46 @@ def write_summary(sweep: Path, points: Sequence[Point]) -> None:
         writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(key for row in flat for key in row)))
         writer.writeheader()
         writer.writerows(flat)
+    _save_plots(sweep / PLOTS_DIRECTORY, [point.result for point in points])
+
+
+def _save_plots(directory: Path, results: Sequence[RunResult]) -> None:
+    """Write summary.png, and a figure for what the points have by batch size."""
+    from experiments import sweep_plots
+
+    if not (shown := shown_metrics(results)):
+        return
+    names = labels(results)
+    figures = {"summary": sweep_plots.metric_bars(
+        names, {title: (METRICS[name].unit, [result.metrics.get(name) for result in results])
+                for title, name in shown.items()})}
+    for file, (title, values_of) in BY_BATCH_SIZE.items():
+        series = {name: values for name, result in zip(names, results, strict=True) if (values := values_of(result))}
+        if series:
+            figures[file] = sweep_plots.batch_size_lines(title, series)
+    directory.mkdir(parents=True, exist_ok=True)
+    for file, figure in figures.items():
+        figure.savefig(directory / f"{file}.png", dpi=DPI)
 
 
 def _row(sweep: Path, point: Point, differs: Mapping[str, str]) -> dict[str, Any]:
     result = point.result
     return {"directory": str(point.directory.relative_to(sweep)), "name": result.name, "status": result.status,
-            "reason": result.reason, "differs": dict(differs), "metrics": result.metrics}
+            "reason": result.reason, "differs": dict(differs), "metrics": result.metrics,
+            "by_batch_size": {name: values for name, (_, values_of) in BY_BATCH_SIZE.items()
+                              if (values := values_of(result))}}
+
+
+def shown_metrics(results: Sequence[RunResult]) -> dict[str, str]:
+    """Those main metrics, title -> name, that any result has."""
+    return {title: name for title, name in MAIN_METRICS.items() if any(name in result.metrics for result in results)}
 
 
 def summary_table(sweep: Path, points: Sequence[Point]) -> Table:
     """One row a point: what differs, whether it finished, and the main metrics that any point has."""
     results = [point.result for point in points]
     differing = differing_overrides(results)
-    shown = {title: name for title, name in MAIN_METRICS.items() if any(name in result.metrics for result in results)}
+    shown = shown_metrics(results)
     num_failed = sum(not result.is_finished for result in results)
     table = Table(title=f"{sweep.name}: {len(points)} runs, {num_failed} failed", title_justify="left", box=SIMPLE,
                   padding=0, pad_edge=False)
@@ -101,6 +167,24 @@ def summary_table(sweep: Path, points: Sequence[Point]) -> Table:
         status = Text(result.status, style="" if result.is_finished else "red")
         table.add_row(*map(Text, differs.values()), status, *(_cell(result, name) for name in shown.values()))
     return table
+
+
+def batch_tables(points: Sequence[Point]) -> list[Table]:
+    """What was measured by batch size: one row a point, one column a size. No table for what no point has."""
+    results = [point.result for point in points]
+    tables = []
+    for title, values_of in BY_BATCH_SIZE.values():
+        series = [values_of(result) for result in results]
+        if not any(series):
+            continue
+        sizes = sorted({size for values in series for size in values})
+        table = Table(f"{title}, by batch size", box=SIMPLE, pad_edge=False)
+        for size in sizes:
+            table.add_column(f"{size:,}", justify="right")
+        for label, values in zip(labels(results), series, strict=True):
+            table.add_row(Text(label), *(format_value(values.get(size), "") for size in sizes))
+        tables.append(table)
+    return tables
 
 
 def _cell(result: RunResult, name: str) -> str:

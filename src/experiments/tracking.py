@@ -9,18 +9,17 @@ import logging
 import netrc
 import os
 import socket
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
-from engine.records import BucketRecord, LedgerEntry
 from experiments.config import Config, TrackerConfig
 from experiments.messages import Finished
-from experiments.metrics import LATENCIES, STATISTICS, latency_samples, summarise
-from experiments.result import RunResult
+from experiments.metrics import STATISTICS, latency_samples, summarise
+from experiments.result import RunResult, plain
 from experiments.timeline import time_series
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class WandbTracker:
         self._root.mkdir(parents=True, exist_ok=True)
         return wandb.init(mode="online" if self._mode == "online" else "offline", dir=str(self._root), job_type="run",
                           project=self._config.tracker.project, group=self._group, name=self._name, tags=tags,
-                          config=asdict(self._config), settings=settings)
+                          config=plain(self._config), settings=settings)
 
     def facts(self) -> dict[str, str] | None:
         if self._run is None:
@@ -121,14 +120,14 @@ class WandbTracker:
         try:
             self._run.config.update({"code": result.code, "environment": result.environment})
             if finished is not None:
-                self._log_finished(self._run, finished, plots)
+                self._log_finished(self._run, result, finished, plots)
             self._run.summary.update(summary(result))
             self._run.finish(exit_code=0 if result.is_finished else 1)
         except wandb.errors.Error as error:  # the run's own files are complete by now
             log.warning("tracking the run failed: %s", error)
 
     @staticmethod
-    def _log_finished(run: "wandb.Run", finished: Finished, plots: Sequence[Path]) -> None:
+    def _log_finished(run: "wandb.Run", result: RunResult, finished: Finished, plots: Sequence[Path]) -> None:
         import wandb
 
         startup, records = finished.startup, finished.records
@@ -140,9 +139,13 @@ class WandbTracker:
             run.define_metric(f"{group}/*", step_metric="time_s", summary="none")
         for row in time_series(records.steps, startup):
             run.log(row)
-        tables = {"buckets": _rows_table(startup.buckets, BucketRecord),
-                  "ledger": _rows_table(startup.ledger, LedgerEntry),
-                  "latency": _latency_table(finished)}
+        if result.notes:
+            run.notes = "\n".join(result.notes)
+        tables = {name: _table(rows) for name, rows in result.tables.items() if rows}
+        tables["ledger"] = _table([asdict(entry) for entry in startup.ledger])
+        if records.requests:
+            tables["latency"] = _table([{"latency": name, **dict.fromkeys(STATISTICS), **summarise(samples)}
+                                        for name, samples in latency_samples(records.requests).items()])
         run.log({**{f"tables/{name}": table for name, table in tables.items()},
                  **{f"plots/{plot.stem}": wandb.Image(str(plot)) for plot in plots}})
 
@@ -160,19 +163,12 @@ def summary(result: RunResult) -> dict[str, Any]:
     }
 
 
-def _rows_table(rows: Iterable[Any], kind: type) -> "wandb.Table":
+def _table(rows: Sequence[Mapping[str, Any]]) -> "wandb.Table":
+    """A table of at least one row; the first says the columns."""
     import wandb
 
-    columns: list[str | int] = [column.name for column in fields(kind)]
-    return wandb.Table(columns=columns, data=[[getattr(row, str(column)) for column in columns] for row in rows])
-
-
-def _latency_table(finished: Finished) -> "wandb.Table":
-    import wandb
-
-    samples = latency_samples(finished.records.requests)
-    rows = [[name, *map(summarise(samples[name]).get, STATISTICS)] for name in LATENCIES]
-    return wandb.Table(columns=["latency", *STATISTICS], data=rows)
+    columns: list[str | int] = list(rows[0])
+    return wandb.Table(columns=columns, data=[[row[str(column)] for column in columns] for row in rows])
 
 
 def decide_mode(config: TrackerConfig) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from engine.records import EngineRecords, RequestRecord
 from engine.request import SamplingParams, TokenEvent
 from experiments.config import Config
 from experiments.messages import Answer, Finished, Progress
-from experiments.workload import WorkItem, bind_to_model, draw_workload
+from experiments.workload import WorkItem, bind_to_model, draw_workload, phases
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -50,7 +50,7 @@ def serve(config: Config, report: Report) -> Finished:
         if all(answer.error for answer in answers):
             raise ValueError(f"none of the {len(answers)} requests could be served: {answers[0].error}")
         return Finished(engine.startup, _counted_from(start_s, engine.records), answers,
-                        engine.memory_snapshot(), warmup, seconds, _process_facts())
+                        engine.memory_snapshot(), warmup, seconds, process_facts())
 
 
 def warm_up(engine: "Engine", items: Sequence[WorkItem], max_num_seqs: int) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def warm_up(engine: "Engine", items: Sequence[WorkItem], max_num_seqs: int) -> d
     CPU one short request is enough to pass every operator once, and full concurrency would cost as much as the run.
     """
     is_cuda = engine.startup.device == "cuda"
-    chosen = list(items[:max_num_seqs]) if is_cuda else [min(items, key=lambda item: len(item.prompt))]
+    chosen = max(phases(items), key=len)[:max_num_seqs] if is_cuda else [min(items, key=lambda item: len(item.prompt))]
     max_tokens = CUDA_WARMUP_TOKENS if is_cuda else CPU_WARMUP_TOKENS
     for item in chosen:
         engine.add_request(item.prompt, _warmup_params(item.params, max_tokens))
@@ -83,17 +83,22 @@ def _warmup_params(params: SamplingParams, max_tokens: int) -> SamplingParams:
 
 
 def timed_region(engine: "Engine", items: Sequence[WorkItem], report: Report) -> tuple[list[TokenEvent], float, float]:
-    """All requests arrive at once and are served. Returns the tokens, the start on perf_counter, and the seconds."""
+    """Serve the phases one after the other; the requests of each arrive together, when the phase before has ended.
+
+    Returns the tokens, the start on perf_counter, and the seconds.
+    """
     events: list[TokenEvent] = []
     progress = _ServingProgress(len(items), report)
-    start_s = time.perf_counter()
-    for item in items:
-        engine.add_request(item.prompt, item.params, arrival_s=start_s)
-    while engine.has_unfinished:
-        events += engine.step()
-        if time.perf_counter() >= progress.due_s:
-            progress.tell(events, engine.records)
-    return events, start_s, time.perf_counter() - start_s
+    starts_s: list[float] = []
+    for batch in phases(items):
+        starts_s.append(time.perf_counter())
+        for item in batch:
+            engine.add_request(item.prompt, item.params, arrival_s=starts_s[-1])
+        while engine.has_unfinished:
+            events += engine.step()
+            if time.perf_counter() >= progress.due_s:
+                progress.tell(events, engine.records)
+    return events, starts_s[0], time.perf_counter() - starts_s[0]
 
 
 class _ServingProgress:
@@ -145,7 +150,8 @@ def _request_from(start_s: float, request: RequestRecord) -> RequestRecord:
                    token_times_s=tuple(time_s - start_s for time_s in request.token_times_s))
 
 
-def _process_facts() -> dict[str, Any]:
+def process_facts() -> dict[str, Any]:
+    """What only the process that executes a run knows of torch."""
     import torch
 
     return {"torch_num_threads": torch.get_num_threads(), "torch_cuda": torch.version.cuda}

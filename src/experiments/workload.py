@@ -7,18 +7,20 @@ token ids.
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
 from engine.request import SamplingParams
-from experiments.config import Config
+from experiments.config import Config, WorkloadConfig
 
 DEFAULT_NUM_REQUESTS = 256  # of random workloads
-RANDOM_TOKEN_IDS = 1 << 30  # `fixed` draws below this, far above any vocabulary; binding folds it into the model's
+RANDOM_TOKEN_IDS = 1 << 30  # `fixed` and `ladder` draw below this, far above any vocabulary; binding folds it in
 NO_TOKENIZER = ("workload=text needs a tokenizer and this model has none: choose workload=fixed, or a model that comes "
                 "with one (model.path=...)")
 
@@ -39,11 +41,15 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Draft:
-    """One request before its model is known. `prompt` is a conversation, or ids to be folded into a vocabulary."""
+    """One request before its model is known. `prompt` is a conversation, or ids to be folded into a vocabulary.
+
+    Requests of a phase arrive together, when all of the phase before have ended.
+    """
 
     prompt: Conversation | tuple[int, ...]
     params: SamplingParams
     label: str
+    phase: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class WorkItem:
     prompt: tuple[int, ...]
     params: SamplingParams
     label: str
+    phase: int = 0
 
 
 def build_workload(config: Config, tokenizer: ChatTokenizer | None, vocab_size: int) -> list[WorkItem]:
@@ -67,7 +74,13 @@ def draw_workload(config: Config) -> list[Draft]:
 
 def bind_to_model(drafts: Sequence[Draft], tokenizer: ChatTokenizer | None, vocab_size: int) -> list[WorkItem]:
     """The same requests in token ids: conversations through the chat template, ids folded into the vocabulary."""
-    return [WorkItem(_token_ids(draft.prompt, tokenizer, vocab_size), draft.params, draft.label) for draft in drafts]
+    return [WorkItem(_token_ids(draft.prompt, tokenizer, vocab_size), draft.params, draft.label, draft.phase)
+            for draft in drafts]
+
+
+def phases(items: Iterable[WorkItem]) -> list[list[WorkItem]]:
+    """The requests of each phase, in the order in which they are sent."""
+    return [list(group) for _, group in groupby(items, key=attrgetter("phase"))]
 
 
 def _token_ids(prompt: Conversation | tuple[int, ...], tokenizer: ChatTokenizer | None,
@@ -115,16 +128,29 @@ def _nano_vllm_bench(config: Config) -> list[Draft]:
 def _fixed(config: Config) -> list[Draft]:
     """Requests of one size: `prompt_tokens` random ids in, `max_tokens` out, end-of-sequence ignored."""
     workload = config.workload
-    rng = random.Random(workload.seed)
-    prompts = [tuple(rng.randrange(RANDOM_TOKEN_IDS) for _ in range(workload.prompt_tokens))
-               for _ in range(workload.num_requests or DEFAULT_NUM_REQUESTS)]
+    prompts = _random_prompts(workload, workload.num_requests or DEFAULT_NUM_REQUESTS)
     return [_random_draft(config, number, prompt, workload.max_tokens) for number, prompt in enumerate(prompts)]
+
+
+def _ladder(config: Config) -> list[Draft]:
+    """A phase of so many equal requests for each of `batch_sizes`: one process measures the decode step at each."""
+    workload = config.workload
+    phase_of = [phase for phase, size in enumerate(workload.batch_sizes) for _ in range(size)]
+    prompts = _random_prompts(workload, len(phase_of))
+    return [replace(_random_draft(config, number, prompt, workload.max_tokens), phase=phase)
+            for number, (prompt, phase) in enumerate(zip(prompts, phase_of, strict=True))]
+
+
+def _random_prompts(workload: WorkloadConfig, num_requests: int) -> list[tuple[int, ...]]:
+    rng = random.Random(workload.seed)
+    return [tuple(rng.randrange(RANDOM_TOKEN_IDS) for _ in range(workload.prompt_tokens)) for _ in range(num_requests)]
 
 
 WORKLOAD_KINDS: dict[str, Callable[[Config], list[Draft]]] = {
     "text": _text,
     "nano_vllm_bench": _nano_vllm_bench,
     "fixed": _fixed,
+    "ladder": _ladder,
 }
 
 

@@ -20,6 +20,10 @@ class CheckedSweeper(BasicSweeper):
         assert self.hydra_context is not None and self.config is not None
         loader = self.hydra_context.config_loader
         overrides = OverridesParser.create(loader).parse_overrides([*self._parse_config(), *arguments])
+        for override in overrides:
+            if override.key_or_group == "experiment" and override.is_sweep_override():
+                raise ValueError(f"experiment={override.get_value_string()}: an experiment is a sweep of its own; "
+                                 f"run one at a time")
         for (*points,) in self.split_arguments(overrides, None):
             for point in points:
                 to_config(loader.load_sweep_config(self.config, point))

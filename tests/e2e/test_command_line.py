@@ -30,8 +30,34 @@ def test_a_run_leaves_its_files_from_any_directory(tmp_path, arguments):
     assert result["status"] == "finished"
     [directory] = (path.parent for path in (tmp_path / "out").rglob("result.json"))
     assert {"config.yaml", "environment.json", "startup.json", "steps.parquet", "requests.jsonl", "outputs.jsonl",
-            "plots"} <= {path.name for path in directory.iterdir()}
+            "decode_batches.json", "plots", "tables"} <= {path.name for path in directory.iterdir()}
     assert str(directory) in done.stdout.replace("\n", "")
+
+
+def test_a_ladder_measures_each_batch_size_and_leaves_what_a_list_is_tuned_for(tmp_path):
+    ladder = ["model=tiny", "workload=ladder", "workload.batch_sizes=[1,3,2]", "workload.prompt_tokens=9",
+              "workload.max_tokens=4", "scheduler.max_num_seqs=3", "tracker=none"]
+    done = run([*ladder, f"run.output_root={tmp_path}/out"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    [result] = results(tmp_path / "out")
+    rows = result["tables"]["decode_batches"]
+    assert [(row["batch_size"], row["num_steps"]) for row in rows] == [(1, 3), (2, 3), (3, 3)]
+    assert "decode batches" in done.stdout
+    [saved] = (tmp_path / "out").rglob("decode_batches.json")
+    tuned = run([*ladder, "graph.buckets=tuned", "graph.max_graphs=2", f"graph.histogram={saved.parent}",
+                 f"run.output_root={tmp_path}/tuned"], tmp_path)
+    assert tuned.returncode == 0, tuned.stderr
+    [result] = results(tmp_path / "tuned")
+    assert [bucket["batch_size"] for bucket in result["startup"]["buckets"]] in ([1, 3], [2, 3])
+
+
+def test_a_plan_prints_and_leaves_nothing(tmp_path):
+    for arguments in ([], ["-m", "scheduler.max_num_seqs=2,3"]):
+        done = run([*arguments, *SMALL, "mode=plan", "graph.buckets=pow2", f"run.output_root={tmp_path}/out"], tmp_path)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        num_plans = 2 if arguments else 1
+        assert done.stdout.count("tokens that fit") == num_plans * 2 and "Expected decode steps" in done.stdout
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_saved_configuration_runs_again_through_the_same_schema(tmp_path):
@@ -92,6 +118,12 @@ def test_a_sweep_runs_every_point_and_ends_non_zero_if_one_failed(tmp_path):
     (["-m", "scheduler.max_num_seqs=2,0"], ["scheduler.max_num_seqs", "got 0"]),
     (["graph.buckets=[1,2"], ["[1,2"]),
     (["pow2"], ["pow2", "key=value"]),
+    (["mode=dry"], ["mode", "run, plan", "dry"]),
+    (["mode=plan", "graph.buckets=[4,4]"], ["graph.buckets", "once", "[4, 4]"]),
+    (["mode=plan", "model=tiny", "workload=nano_vllm_bench"], ["nano_vllm_bench", "model.max_model_len"]),
+    (["workload=ladder", "scheduler.max_num_seqs=8"], ["workload.batch_sizes: 256", "scheduler.max_num_seqs=8"]),
+    (["workload=ladder", "workload.batch_sizes=[0]"], ["workload.batch_sizes", "got 0"]),
+    (["graph.histogram=/nowhere"], ["graph.histogram=/nowhere", "does not exist"]),
 ], ids=" ".join)
 def test_a_mistake_is_one_readable_line(tmp_path, arguments, said):
     done = run([*arguments, f"run.output_root={tmp_path}/out"], tmp_path)

@@ -23,7 +23,8 @@ CONFIG = EngineConfig(
     kv=KVConfig(tokens=4096, block_size=16))
 SCOPES = ("body", "logits", "step")
 MANNERS = [  # of sampling, in one batch
-    SamplingParams(max_tokens=20, ignore_eos=True), SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True),
+    SamplingParams(max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True),
     SamplingParams(temperature=0.7, top_k=20, seed=4, max_tokens=18, ignore_eos=True),
     SamplingParams(temperature=1.1, top_p=0.8, min_p=0.01, seed=5, max_tokens=30, ignore_eos=True)]
 
@@ -213,7 +214,8 @@ def test_batches_above_the_largest_bucket_run_eager_are_counted_and_warned_of_on
     assert {step.reason for step in records.steps if step.num_requests > 4 and step.phase == "decode"} == {
         "above_largest_bucket"}
     assert sum("above the largest bucket" in warning for warning in records.warnings) == 1
-    capped = with_graph(replace(CONFIG, scheduler=replace(CONFIG.scheduler, above_largest_bucket="cap")), buckets=[2, 4])
+    scheduler = replace(CONFIG.scheduler, above_largest_bucket="cap")
+    capped = with_graph(replace(CONFIG, scheduler=scheduler), buckets=[2, 4])
     tokens_capped, _, records = answers(capped)
     assert tokens_capped == tokens
     assert max(step.num_running for step in records.steps) == 4
@@ -222,6 +224,6 @@ def test_batches_above_the_largest_bucket_run_eager_are_counted_and_warned_of_on
 
 def test_above_largest_bucket_error_refuses_what_leaves_batches_without_a_graph():
     scheduler = replace(CONFIG.scheduler, above_largest_bucket="error")
-    with pytest.raises(ValueError, match="scheduler.above_largest_bucket=error: batches of 5 to 8 requests run eager"):
+    with pytest.raises(ValueError, match=r"scheduler\.above_largest_bucket=error: batches of 5 to 8 requests"):
         replace(CONFIG, scheduler=scheduler, graph=GraphConfig(buckets=[4]))
     assert answers(replace(CONFIG, scheduler=scheduler))[0]

@@ -120,7 +120,8 @@ def test_a_seeded_request_draws_the_same_in_any_row_of_any_batch(order, size):
 @settings(max_examples=15, deadline=None)
 @given(num_rows=st.integers(1, 9), vocab_size=st.integers(2, 6000), seed=st.integers(0, 2**62))
 def test_one_pass_draws_the_tokens_of_the_reference(num_rows, vocab_size, seed):
-    logits_RV = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed % 2**31)).round(decimals=1)
+    generator = torch.Generator().manual_seed(seed % 2**31)
+    logits_RV = torch.randn(num_rows, vocab_size, generator=generator).round(decimals=1)  # with ties
     batch = sampling_batch(num_rows, [0.5 * (row % 3) for row in range(num_rows)],
                            seeds=torch.arange(num_rows) + seed, positions=torch.arange(num_rows) * 100)
     assert torch.equal(make_sampler("triton")(logits_RV, batch), make_sampler("torch")(logits_RV, batch))

@@ -2,15 +2,17 @@
 
 import subprocess
 import sys
+from pkgutil import resolve_name
 
 import pytest
 
 from engine.config import ModelConfig
+from experiments import launch_overhead
 from experiments.app import run_one
-from experiments.config import Config, RunConfig, TrackerConfig, WorkloadConfig
+from experiments.config import MEASURES, Config, RunConfig, TrackerConfig, WorkloadConfig
 from experiments.messages import INTERRUPTED, Failed
 from experiments.result import read_result
-from run_records import make_config, make_finished
+from run_records import make_config, make_finished, make_measured
 
 
 def config_in(directory, **sections) -> Config:
@@ -18,7 +20,7 @@ def config_in(directory, **sections) -> Config:
 
 
 def with_outcome(monkeypatch, outcome):
-    monkeypatch.setattr("experiments.runner.execute", lambda config, show, on_start: outcome)
+    monkeypatch.setattr("experiments.runner.execute", lambda config, show, on_start, target: outcome)
 
 
 def test_a_finished_run_leaves_every_file(tmp_path, monkeypatch, capsys):
@@ -28,8 +30,29 @@ def test_a_finished_run_leaves_every_file(tmp_path, monkeypatch, capsys):
     assert result.is_finished and read_result(tmp_path / "run") == result
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "config.yaml", "environment.json", "startup.json", "steps.parquet", "requests.jsonl", "outputs.jsonl",
-        "result.json", "plots"}
+        "decode_batches.json", "tables", "result.json", "plots"}
     assert "output tokens a second" in capsys.readouterr().out
+
+
+def test_a_measurement_without_requests_leaves_its_tables_and_notes(tmp_path, monkeypatch, capsys):
+    finished, targets = make_measured(), []
+    monkeypatch.setattr("experiments.runner.execute",
+                        lambda config, show, on_start, target: targets.append(target) or finished)
+    monkeypatch.setattr("experiments.workload.draw_workload", lambda config: pytest.fail("no workload is sent"))
+    result = run_one(config_in(tmp_path, measure="launch_overhead"), tmp_path / "run")
+    assert targets == [launch_overhead.measure]
+    assert result.tables["launch_cost"] == finished.tables["launch_cost"]
+    assert result.notes == ["Launching is dear."]
+    assert (tmp_path / "run" / "tables" / "launch_cost.csv").is_file()
+    assert read_result(tmp_path / "run") == result
+    printed = capsys.readouterr().out
+    assert "Launching is dear." in printed and "launch cost" in printed
+    assert "Throughput" not in printed and "Latency" not in printed
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_every_measure_names_a_function(measure):
+    assert callable(resolve_name(MEASURES[measure]))
 
 
 def test_a_failed_run_is_a_result_and_says_so_on_standard_error(tmp_path, monkeypatch, capsys):

@@ -19,7 +19,6 @@ from experiments.metrics import (
     latency_samples,
     queue_ms,
     step_durations_s,
-    steps_by_path,
     summarise,
     throughput,
     tpot_ms,
@@ -170,10 +169,10 @@ def test_a_run_without_a_token_has_counts_and_no_latency():
     assert latency_samples([rejected]) == {name: [] for name in LATENCIES}
 
 
-def test_steps_are_counted_by_path_and_reason():
-    records = [make_step(0, "prefill"), make_step(1), make_step(2),
-               make_step(3, path="eager", reason="above_largest_bucket")]
-    assert steps_by_path(records) == {"graph: captured": 2, "eager: prefill": 1, "eager: above_largest_bucket": 1}
+def test_a_measurement_without_requests_has_no_figure_of_serving():
+    found = compute_metrics([], [], make_startup(), {"rss_bytes": 5})
+    assert {name.partition("/")[0] for name in found} == {"graph", "kv", "memory", "startup"}
+    assert found["memory/rss_bytes"] == 5
 
 
 def test_overlapping_steps_are_not_counted_twice():

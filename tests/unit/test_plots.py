@@ -2,9 +2,11 @@
 
 import pytest
 
-from engine.records import EngineRecords
-from experiments.plots import latency_histograms, memory_ledger, save_plots, steps_over_time
-from run_records import make_finished, make_request, make_startup, make_step
+from engine.records import BucketRecord
+from experiments import tables
+from experiments.plots import MIB, buckets, latency_histograms, memory_ledger, save_plots, steps_over_time
+from experiments.tables import run_tables
+from run_records import make_finished, make_measured, make_request, make_startup, make_step
 
 PNG_SIGNATURE = b"\x89PNG"
 
@@ -29,8 +31,29 @@ def test_the_ledger_has_a_bar_for_what_was_measured_and_one_for_what_was_planned
     assert [bar.get_width() for bar in planned] == [4], "the weights were not planned"
 
 
-@pytest.mark.parametrize("records", [make_finished().records, EngineRecords()])
-def test_every_figure_is_saved_whatever_was_recorded(tmp_path, records):
-    paths = save_plots(tmp_path / "plots", records, make_startup())
-    assert len(paths) == 3
+def test_buckets_show_bytes_seconds_and_replays_of_each():
+    startup = make_startup(buckets=(BucketRecord(1, 0.1, 0.2, 2 * MIB, MIB), BucketRecord(4, 0.1, 0.3, MIB, None)))
+    rows = tables.buckets([make_step(0), make_step(1)], startup)
+    memory, seconds, replays = buckets(rows).axes
+    heights = [[bar.get_height() for bar in container] for container in memory.containers]
+    assert heights == [[2, 1], [1, 0]], "inside the pool, and outside"
+    assert [[bar.get_y() for bar in container] for container in memory.containers] == [[0, 0], [2, 1]], "stacked"
+    assert [bar.get_height() for bar in seconds.containers[1]] == [200, 300]
+    assert [bar.get_height() for bar in replays.containers[0]] == [0, 2]
+
+
+def test_hundreds_of_buckets_keep_readable_labels():
+    startup = make_startup(buckets=tuple(BucketRecord(size, 0.1, 0.2, None, None) for size in range(1, 501)))
+    *_, replays = buckets(tables.buckets([], startup)).axes
+    assert len(replays.get_xticks()) <= 50
+
+
+@pytest.mark.parametrize(("finished", "names"), [
+    (make_finished(), {"memory", "steps", "latency", "buckets"}),
+    (make_measured(), {"memory", "buckets"}),
+    (make_measured(startup=make_startup(buckets=())), {"memory"}),
+])
+def test_every_figure_that_has_something_to_show_is_saved(tmp_path, finished, names):
+    paths = save_plots(tmp_path / "plots", finished, run_tables(finished.records, finished.startup))
+    assert {path.stem for path in paths} == names
     assert all(path.read_bytes().startswith(PNG_SIGNATURE) for path in paths)

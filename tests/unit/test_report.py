@@ -8,11 +8,21 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from engine.records import BucketRecord, ParityRecord
 from experiments.messages import Answer, Failed
-from experiments.report import MAX_ANSWERS, first_line, format_value, print_run
+from experiments.report import (
+    MAX_ANSWERS,
+    MAX_ROWS,
+    first_line,
+    format_value,
+    order_text,
+    parity_text,
+    print_run,
+    rows_table,
+)
 from experiments.result import write_result
 from experiments.sweep import collect, differing_overrides, failures, summary_table, write_summary
-from run_records import make_finished, make_result
+from run_records import make_finished, make_result, make_startup
 
 
 def printed(*parts):
@@ -68,6 +78,53 @@ def test_a_finished_run_shows_answers_tables_warnings_and_places(tmp_path):
                      "warning: a batch ran eager", str(tmp_path), "offline-run-1 (offline: no key was found)",
                      "no GPU was found"):
         assert expected in text
+
+
+def test_the_graphs_of_a_run_are_told_with_cost_order_parity_and_use(tmp_path):
+    startup = make_startup(
+        buckets=(BucketRecord(1, 0.1, 0.2, 1 << 20, 3 << 20, 310, 300, 1.5), BucketRecord(4, 0, 0, 0, 0, 9, 8, 2.0)),
+        parity=(ParityRecord(1, 1, 0.0, 0, True), ParityRecord(4, 3, 0.25, 1, False)), disabled_buckets=(4,))
+    finished = replace(make_finished(), startup=startup)
+    lines = report(make_result(finished), finished, tmp_path).splitlines()
+    for label, said in {"buckets": "2: 1 to 4", "what they record": "body, replay emulated",
+                        "captured": "largest first", "warm-up and capture": "0.30 s",
+                        "bytes inside the pool": "1.0 MiB",
+                        "bytes outside torch's allocator": "3.0 MiB",
+                        "kernels in a replay": "300 of the smallest, 8 of the largest",
+                        "parity with eager": "2 batches compared, 1 failed, largest difference 0.25", "disabled": "4",
+                        "steps, graph: captured": "4", "steps, eager: prefill": "1"}.items():
+        assert any(line.strip().startswith(label) and said in line for line in lines), label
+
+
+@pytest.mark.parametrize(("sizes", "text"), [
+    ((4, 2, 1), "largest first"), ((1, 2, 4), "smallest first"), ((2, 4, 1), "2, 4, 1"),
+    ((2, 1, *range(3, 20)), "2, 1, 3, 4, 5, 6, 7, 8, …"),
+])
+def test_a_capture_order_has_a_name_where_there_is_one(sizes, text):
+    assert order_text(sizes) == text
+
+
+@pytest.mark.parametrize(("differences", "text"), [
+    ([0.0, 0.0], "2 batches compared, 0 failed, equal bit for bit"),
+    ([0.5, None], "2 batches compared, 2 failed, largest difference 0.5, 1 not finite"),
+])
+def test_parity_is_told_with_its_worst(differences, text):
+    assert parity_text([ParityRecord(4, 3, value, 0, value == 0) for value in differences]) == text
+
+
+def test_decode_steps_by_batch_size_are_shown_where_they_are_what_was_measured(tmp_path):
+    finished = make_finished()
+    ladder = {"workload": {"kind": "ladder"}}
+    assert "decode batches" in report(make_result(finished, config=ladder), finished, tmp_path)
+    assert "decode batches" not in report(make_result(finished), finished, tmp_path)
+
+
+def test_a_long_table_is_cut_and_says_where_the_rest_is():
+    rows = [{"size": number, "pool_bytes": None if number else 1 << 20, "ms": 0.12345, "name": "[x]"}
+            for number in range(MAX_ROWS + 3)]
+    text = printed(rows_table("some_costs", rows))
+    assert "and 3 more in tables/some_costs.csv" in text
+    assert "some costs" in text and "1.0 MiB" in text and "0.1235" in text and "[x]" in text
 
 
 def test_a_rejected_request_shows_why_instead_of_an_answer(tmp_path):

@@ -8,17 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from engine.config import GraphConfig
-from experiments.config import RunConfig
+from engine.config import GraphConfig, ModelConfig
+from experiments.config import RunConfig, WorkloadConfig
 from experiments.messages import Failed
 from experiments.metrics import METRICS, compute_metrics
 from experiments.naming import MAX_NAME_CHARS, run_name
 from experiments.result import from_json, read_result, to_json, write_json, write_result
 from experiments.run_files import read_requests, read_steps, write_config, write_failure, write_finished
-from run_records import make_config, make_finished, make_result, make_startup
+from run_records import make_config, make_finished, make_measured, make_result, make_startup
 
 
-@pytest.mark.parametrize("result", [make_result(make_finished()), make_result(reason="KeyError: 'x'", sweep="s")])
+@pytest.mark.parametrize("result", [make_result(make_finished()), make_result(make_measured()),
+                                    make_result(reason="KeyError: 'x'", sweep="s")])
 def test_a_result_reads_back_as_it_was_written(tmp_path, result):
     write_result(tmp_path, result)
     assert read_result(tmp_path) == result
@@ -26,18 +27,19 @@ def test_a_result_reads_back_as_it_was_written(tmp_path, result):
 
 def test_metrics_carry_unit_and_definition_into_the_file():
     written = to_json(make_result(make_finished()))
-    assert written["schema_version"] == 1
+    assert written["schema_version"] == 2
     for name, entry in written["metrics"].items():
         assert (entry["unit"], entry["definition"]) == (METRICS[name].unit, METRICS[name].definition)
 
 
 @pytest.mark.parametrize(("change", "problem"), [
-    ({"schema_version": 2}, "schema_version must be 1; got 2"),
+    ({"schema_version": 1}, "schema_version must be 2; got 1"),
     ({"status": "done"}, "status must be finished or failed; got 'done'"),
     ({"reason": "why"}, "a finished one has none"),
     ({"extra": 1}, "keys missing or unknown: extra"),
     ({"metrics": {"throughput/duration_s": {"value": "1"}}}, "metrics.throughput/duration_s.value must be a number"),
     ({"config": None}, "config must be an object"),
+    ({"tables": []}, "tables must be an object"),
 ])
 def test_a_file_of_another_shape_is_refused_by_name(tmp_path, change, problem):
     write_json(tmp_path / "result.json", {**to_json(make_result(make_finished())), **change})
@@ -65,7 +67,7 @@ def test_a_value_that_json_does_not_have_leaves_the_old_file_whole(tmp_path):
 @pytest.mark.parametrize("num_steps", [1, 7])
 def test_every_metric_can_be_recomputed_from_the_files(tmp_path, num_steps):
     finished = make_finished(num_steps)
-    write_finished(tmp_path, finished)
+    write_finished(tmp_path, finished, {})
     steps, requests = read_steps(tmp_path), read_requests(tmp_path)
     assert (steps, requests) == (finished.records.steps, finished.records.requests)
     assert compute_metrics(steps, requests, finished.startup, finished.memory) == make_result(finished).metrics
@@ -74,12 +76,32 @@ def test_every_metric_can_be_recomputed_from_the_files(tmp_path, num_steps):
 def test_a_run_without_a_step_has_its_files_all_the_same(tmp_path):
     finished = make_finished()
     finished.records.steps.clear()
-    write_finished(tmp_path, finished)
+    write_finished(tmp_path, finished, {})
     assert read_steps(tmp_path) == []
 
 
+def test_tables_are_files_with_the_columns_of_their_rows(tmp_path):
+    finished = make_measured()
+    write_finished(tmp_path, finished, {**finished.tables, "empty": []})
+    assert [path.name for path in (tmp_path / "tables").iterdir()] == ["launch_cost.csv"]
+    assert (tmp_path / "tables" / "launch_cost.csv").read_text().splitlines() == [
+        "empty_kernel,launch_us", "torch,4.25", "triton,"]
+
+
+def test_a_relative_path_is_saved_as_what_it_meant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "prompts", "run"):
+        (tmp_path / name).mkdir()
+    config = make_config(model=ModelConfig(path="model"), workload=WorkloadConfig(kind="text", path="prompts"),
+                         graph=GraphConfig(histogram="run"))
+    write_config(tmp_path, config)
+    written = OmegaConf.load(tmp_path / "config.yaml")
+    assert (written.model.path, written.workload.path, written.graph.histogram) == tuple(
+        str(tmp_path / name) for name in ("model", "prompts", "run"))
+
+
 def test_outputs_hold_prompt_text_tokens_and_how_each_ended(tmp_path):
-    write_finished(tmp_path, make_finished(num_requests=2))
+    write_finished(tmp_path, make_finished(num_requests=2), {})
     lines = [json.loads(line) for line in (tmp_path / "outputs.jsonl").read_text().splitlines()]
     assert lines[1] == {"prompt": "prompt [1]", "text": "answer 1\nsecond line", "finish_reason": "length",
                         "error": None, "token_ids": [1, 2, 3]}
@@ -100,7 +122,7 @@ def test_a_traceback_is_kept_and_its_absence_leaves_no_file(tmp_path):
 
 
 def test_records_without_a_bucket_table_survive_the_startup_file(tmp_path):
-    write_finished(tmp_path, replace(make_finished(), startup=make_startup(buckets=())))
+    write_finished(tmp_path, replace(make_finished(), startup=make_startup(buckets=())), {})
     assert json.loads((tmp_path / "startup.json").read_text())["total_s"] == 2.0
 
 

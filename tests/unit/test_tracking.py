@@ -15,7 +15,7 @@ from experiments.config import TrackerConfig
 from experiments.plots import save_plots
 from experiments.timeline import MAX_POINTS
 from experiments.tracking import NoTracker, TrackerError, decide_mode, make_tracker, summary
-from run_records import make_config, make_finished, make_result
+from run_records import make_config, make_finished, make_measured, make_result
 
 WANDB = Path(sys.executable).with_name("wandb")
 
@@ -109,7 +109,7 @@ def track(tmp_path, result, finished):
     tracker.start(None)
     facts = tracker.facts()
     assert facts is not None
-    plots = [] if finished is None else save_plots(tmp_path / "plots", finished.records, finished.startup)
+    plots = [] if finished is None else save_plots(tmp_path / "plots", finished, result.tables)
     tracker.finish(result, finished, plots)
     return facts
 
@@ -129,8 +129,8 @@ def test_a_finished_run_reads_back_with_config_summary_series_tables_and_plots(t
     assert run["config"]["code"] == result.code
     for name, value in summary(result).items():
         assert run["summary"][name] == pytest.approx(value), name
-    assert {"tables/latency", "tables/buckets", "tables/ledger", "plots/steps", "plots/latency", "plots/memory"} <= \
-        run["summary"].keys()
+    assert {"tables/latency", "tables/ledger", "tables/buckets", "tables/decode_batches", "plots/steps",
+            "plots/latency", "plots/memory", "plots/buckets"} <= run["summary"].keys()
     assert "scheduler/batch_size" not in run["summary"], "a series' last value is no figure of the run"
 
     records = [json.loads(line) for line in inspect(facts["location"]).splitlines()]
@@ -139,6 +139,16 @@ def test_a_finished_run_reads_back_with_config_summary_series_tables_and_plots(t
     assert len(series) == MAX_POINTS
     assert {name.partition("/")[0] for name in series[-1] if "/" in name} == {
         "throughput", "latency", "memory", "graph", "kv", "scheduler"}
+
+
+@pytest.mark.skipif(shutil.which(str(WANDB)) is None, reason="needs the wandb command beside this Python")
+def test_a_measurement_without_requests_is_tracked_by_its_tables(tmp_path):
+    finished = make_measured()
+    facts = track(tmp_path, make_result(finished), finished)
+    run = json.loads(inspect(facts["location"], "--summary"))
+    assert run["state"] == "finished"
+    assert {"tables/launch_cost", "tables/ledger", "plots/memory"} <= run["summary"].keys()
+    assert "tables/latency" not in run["summary"]
 
 
 def history_row(record):

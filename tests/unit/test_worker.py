@@ -1,7 +1,7 @@
 """The measured phase is apart: warmed up, counted from the arrival of its requests, free of what ran before."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import pytest
@@ -85,6 +85,24 @@ def test_all_requests_arrive_at_once_when_the_measurement_starts():
     _, start_s, serve_s = timed_region(engine, work(3), lambda progress: None)
     assert [arrival_s for _, _, arrival_s in engine.added] == [start_s] * 3
     assert serve_s > 0
+
+
+def test_the_requests_of_a_phase_arrive_when_the_phase_before_has_ended():
+    engine = FakeEngine(make_startup())
+    items = [replace(item, phase=number // 2) for number, item in enumerate(work(6))]
+    events, start_s, _ = timed_region(engine, items, lambda progress: None)
+    first, second, third = (arrival_s for _, _, arrival_s in engine.added[::2])
+    assert [arrival_s for _, _, arrival_s in engine.added] == [first] * 2 + [second] * 2 + [third] * 2
+    assert first == start_s < second < third
+    served = [[event.request_id for event in events].index(number) for number in range(6)]
+    assert served == sorted(served) and len(_answers(items, events)) == 6
+    assert [step.num_requests for step in engine.records.steps] == [2, 1, 2, 2, 2, 1, 2, 2, 2, 2, 2, 1]
+
+
+def test_a_gpu_is_warmed_by_the_largest_phase():
+    engine = FakeEngine(make_startup(device="cuda"))
+    items = [replace(item, phase=0 if number < 1 else 1) for number, item in enumerate(work(6))]
+    assert warm_up(engine, items, max_num_seqs=8)["num_requests"] == 5
 
 
 def test_answers_belong_to_their_prompts_whatever_ran_before():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.config import ModelConfig, SamplerConfig
 from experiments.config import WORKLOADS, WorkloadConfig
-from experiments.workload import WORKLOAD_KINDS, build_workload, draw_workload
+from experiments.workload import WORKLOAD_KINDS, build_workload, draw_workload, phases
 from run_records import make_config
 
 
@@ -66,6 +66,19 @@ def test_fixed_sends_requests_of_the_stated_size():
     items = build_workload(config, None, 1000)
     assert [(len(item.prompt), item.params.max_tokens, item.params.ignore_eos) for item in items] == [(7, 3, True)] * 5
     assert len({item.prompt for item in items}) == 5
+
+
+def test_a_ladder_sends_a_phase_of_equal_requests_for_each_batch_size():
+    workload = WorkloadConfig(kind="ladder", batch_sizes=[1, 3, 2], prompt_tokens=7, max_tokens=4)
+    sent = phases(build_workload(make_config(workload=workload), None, 1000))
+    assert [len(phase) for phase in sent] == [1, 3, 2]
+    items = [item for phase in sent for item in phase]
+    assert [(len(item.prompt), item.params.max_tokens, item.params.ignore_eos) for item in items] == [(7, 4, True)] * 6
+    assert len({item.prompt for item in items}) == 6, "no phase finds the prefixes of another in the cache"
+
+
+def test_a_workload_of_one_phase_arrives_at_once():
+    assert [len(phase) for phase in phases(build_workload(text_config(), WordTokenizer(), 1000))] == [16]
 
 
 def test_sampling_parameters_come_from_the_sampler_and_no_two_requests_share_a_seed():

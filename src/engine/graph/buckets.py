@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from engine.graph.tuner import tune
-
 
 @dataclass(frozen=True)
 class BucketOptions:
@@ -64,6 +62,8 @@ def step(limit: int, options: BucketOptions) -> list[int]:
 
 def tuned(limit: int, options: BucketOptions) -> list[int]:
     """The list that wastes least for the batch sizes of `graph.histogram`, within the budget (`engine.graph.tuner`)."""
+    from engine.graph.tuner import tune  # needs numpy, which takes longer to import than all else that --help needs
+
     return list(tune(limit, options.histogram, options.max_graphs, options.max_graph_bytes).sizes)
 
 
