@@ -91,7 +91,7 @@ def test_a_sweep_runs_every_point_and_ends_non_zero_if_one_failed(tmp_path):
     (["nonsense=1"], ["nonsense", "model, device, scheduler"]),
     (["graph=foo"], ["graph/foo", "eager, full"]),
     (["model=gpt5"], ["model/gpt5", "smollm2-135m"]),
-    (["graph.buckets=pow3"], ["graph.buckets", "nano_vllm, pow2", "pow3"]),
+    (["graph.buckets=pow3"], ["graph.buckets", "nano_vllm, vllm", "pow3"]),
     (["graph.buckets=[1,1]"], ["graph.buckets", "once", "[1, 1]"]),
     (["graph.buckets=[0]"], ["graph.buckets", "at least 1", "got 0"]),
     (["graph.buckets=[1,300]"], ["graph.buckets", "300", "scheduler.max_num_seqs=256"]),

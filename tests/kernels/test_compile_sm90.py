@@ -11,9 +11,11 @@ PROGRAM = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from engine.kernels import kv_store, noise_triton, paged_decode, paged_prefill, rows_triton, sample_triton
+from engine.kernels import (
+    kv_store, noise_triton, ops_triton, paged_decode, paged_prefill, rows_triton, sample_triton)
 
-FLOATS = {"q_ptr", "k_ptr", "v_ptr", "keys_ptr", "values_ptr", "out_ptr", "logits_ptr"}
+FLOATS = {"q_ptr", "k_ptr", "v_ptr", "keys_ptr", "values_ptr", "out_ptr", "logits_ptr", "hidden_ptr", "update_ptr",
+          "weight_ptr", "heads_ptr", "q_norm_ptr", "k_norm_ptr", "gate_up_ptr"}
 INTS = {"slots_ptr", "tables_ptr", "lens_ptr", "starts_q_ptr", "starts_k_ptr", "position_ptr", "positions_ptr",
         "rows_ptr", "new_blocks_ptr", "last_token_ptr", "row_tables_ptr", "ids_ptr", "token_ptr", "tokens_ptr"}
 LONGS = {"seed_ptr", "step_seed_ptr"}
@@ -23,7 +25,7 @@ def type_of(name, dtype):
         return f"*{dtype}"
     if name.endswith("_ptr"):
         return "*i64" if name in LONGS else "*i32" if name in INTS else "*fp32"
-    return "fp32" if name == "scale" else "i32"
+    return "fp32" if name in ("scale", "eps") else "i32"
 
 def compile_for_sm90(kernel, dtype, num_warps, **constants):
     names = kernel.arg_names
@@ -47,6 +49,10 @@ for dtype, group, dim, dim_padded, tile in SHAPES:
     is_paged = dtype != "fp32"  # each of the two ways once is enough
     compile_for_sm90(paged_prefill._prefill_kernel, dtype, 4, G=group, S=64 if is_paged else 1, IS_PAGED=is_paged,
                      ROWS=32 if dtype == "fp32" else 64, TILE=32 if dtype == "fp32" else tile, **shape)
+    compile_for_sm90(ops_triton._add_norm_kernel, dtype, 4, E=1000, E_PAD=1024, HAS_UPDATE=dtype != "fp32")
+    compile_for_sm90(ops_triton._rotate_kernel, dtype, 1, H=8 * group, K=8, D=dim, HALF_PAD=dim_padded // 2, S=64,
+                     HAS_NORM=dtype != "fp32", HEADS=ops_triton.HEADS_A_PROGRAM)
+    compile_for_sm90(ops_triton._gate_kernel, dtype, 4, SIZE=3000, COLUMNS=ops_triton.GATE_COLUMNS)
     for chunk in (sample_triton.SMALL_CHUNK, sample_triton.LARGE_CHUNK):
         compile_for_sm90(sample_triton._chunk_kernel, dtype, 4, COUNTERS=chunk // 4)
 compile_for_sm90(sample_triton._best_chunk_kernel, "fp32", 1, P_PAD=256)

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import Architecture
+from engine.kernels.reference import ReferenceAttention
 from engine.model.decoder import Decoder
 from engine.model.weights import init_dummy, load_weights
 
@@ -20,7 +21,8 @@ def make_decoder(dtype: torch.dtype = torch.float32, **overrides) -> Decoder:
     settings = {"family": "qwen3", "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
                 "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 16,
                 "qk_norm": True, "qkv_bias": True}
-    return Decoder(Architecture(**{**settings, **overrides}), attention=None, dtype=dtype, device=CPU, max_positions=16)
+    architecture = Architecture(**{**settings, **overrides})
+    return Decoder(architecture, ReferenceAttention(), dtype=dtype, device=CPU, max_positions=16)
 
 
 def random_checkpoint(decoder: Decoder) -> dict[str, torch.Tensor]:
