@@ -106,6 +106,17 @@ def test_tokens_that_a_filter_dropped_are_never_drawn(temperature):
     assert set(tokens_R.tolist()) == (set(kept) if temperature else {8})
 
 
+def test_division_rounds_as_in_torch():
+    """Neighbouring floats, too large for noise to matter: whether they tie depends on the quotient's last bit."""
+    generator = torch.Generator().manual_seed(0)
+    low_R = torch.rand(64, generator=generator) * 1e12 + 1e12
+    logits_RV = torch.stack([low_R, low_R.nextafter(torch.tensor(INF))], 1).to(DEVICE)
+    batch = make_batch(64, temperatures=(torch.rand(64, generator=generator) + 0.5).tolist())
+    tokens_R = draw(logits_RV, batch)
+    assert torch.equal(tokens_R, sample_by_seed(logits_RV, batch))
+    assert set(tokens_R.tolist()) == {0, 1}
+
+
 def test_no_row_gives_no_token():
     assert draw(torch.empty(0, 50, device=DEVICE), make_batch(0)).shape == (0,)
 
