@@ -11,12 +11,12 @@ import torch
 from engine.config import DEFAULT_CPU_KV_BYTES, EngineConfig, KVConfig
 from engine.device import on_stream
 from engine.kernels.attention import choose_attention
-from engine.memory.gauge import MIB
 from engine.memory.policies import KV_MEMORY_POLICIES
 from engine.model.source import resolve_model
 from engine.records import StartupRecord
 from engine.startup import EngineStartup, OnStage
 from engine.tokenizer import Tokenizer
+from engine.units import MIB
 
 if TYPE_CHECKING:
     from engine.kernels.attention import AttentionBackend

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from engine.checks import check_choice, check_range, check_sampling
+from engine.graph.buckets import BucketTable
 from engine.graph.config import GraphConfig
 from engine.memory.policies import KV_MEMORY_POLICIES
 
@@ -23,7 +24,7 @@ OPS = ("auto", "torch", "triton")
 SAMPLERS = ("auto", "torch", "compiled", "triton")
 FAMILIES = ("llama", "qwen2", "qwen3")
 
-MAX_NUM_SEQS = 65_536  # each has a row of device memory
+MAX_NUM_SEQS = 65_535  # rows of a grid that CUDA launches
 MAX_KV_SIZE = 2**47  # bytes, tokens or blocks: what a processor can address
 DEFAULT_MEMORY_FRACTION = 0.9
 DEFAULT_CPU_KV_BYTES = 1 << 30
@@ -125,12 +126,24 @@ class SchedulerConfig:
     above_largest_bucket: str = "eager"  # a batch that no graph holds: run it so, or never form it; or refuse
 
     def __post_init__(self) -> None:
-        if self.overlap not in ("auto", True, False):
+        if self.overlap != "auto" and not isinstance(self.overlap, bool):
             raise ValueError(f"scheduler.overlap must be auto, true or false; got {self.overlap!r}")
         check_choice("scheduler.above_largest_bucket", self.above_largest_bucket, ABOVE_LARGEST_BUCKET)
         check_choice("scheduler.policy", self.policy, SCHEDULER_POLICIES)
         check_range("scheduler.max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         check_range("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1)
+
+    def max_running(self, buckets: BucketTable | None) -> int:
+        """Most requests that may hold KV at once, given the buckets that there are (None: none)."""
+        is_capped = buckets is not None and self.above_largest_bucket == "cap"
+        return min(self.max_num_seqs, buckets.largest) if buckets and is_capped else self.max_num_seqs
+
+    def cap_sentence(self, buckets: BucketTable) -> str | None:
+        """What above_largest_bucket=cap does to max_num_seqs; None if nothing."""
+        if (most := self.max_running(buckets)) == self.max_num_seqs:
+            return None
+        return (f"at most {most} requests run at once, though scheduler.max_num_seqs={self.max_num_seqs}: "
+                f"scheduler.above_largest_bucket=cap")
 
     def overlaps_on(self, device_type: str) -> bool:
         """Whether steps overlap on a "cpu" or "cuda" device. A CPU computes while it launches: nothing would be won."""
@@ -168,6 +181,24 @@ class KVConfig:
                              f"kv.{next(iter(sizes))} belongs to kv.policy=fixed")
         if self.block_size != "auto":
             check_range("kv.block_size", self.block_size, 1)
+
+    def limit_bytes(self, device_bytes: int) -> int:
+        """Most of the device that may be in use: `memory_fraction` of its total."""
+        fraction = DEFAULT_MEMORY_FRACTION if self.memory_fraction is None else self.memory_fraction
+        return int(fraction * device_bytes)
+
+    def stated_bytes(self, block_size: int, block_bytes: int) -> int:
+        """The size that is stated, in bytes; a CPU's default without one. ValueError for less than one block."""
+        if self.num_blocks is not None:
+            return self.num_blocks * block_bytes
+        if self.tokens is not None:
+            return -(-self.tokens // block_size) * block_bytes
+        if self.bytes is None:
+            return DEFAULT_CPU_KV_BYTES
+        if self.bytes < block_bytes:
+            raise ValueError(f"kv.bytes must be at least one block of {block_size} tokens, {block_bytes} bytes; got "
+                             f"{self.bytes}")
+        return self.bytes
 
     @property
     def is_size_stated(self) -> bool:

@@ -24,7 +24,6 @@ class RequestRows:
     """`num_rows` rows; block tables have `table_width` columns. Shape letters: R rows of one step, N all rows."""
 
     def __init__(self, num_rows: int, table_width: int, block_size: int, device: torch.device) -> None:
-        self.num_rows = num_rows
         self.block_size = block_size
         self.scratch_row = num_rows
         self._device = device

@@ -26,7 +26,7 @@ SCOPE_STAGES = {"body": ("body",), "logits": ("body", "logits"), "step": STAGES}
 
 @dataclass(frozen=True)
 class StepHints:
-    """What the host knows of a step, and a graph must not: it may save work, and never changes a token."""
+    """What the host knows of a step, and a graph must not. The first two may save work, and change no token."""
 
     max_context_len: int | None = None  # None: any length
     all_greedy: bool = False

@@ -15,10 +15,9 @@ from dataclasses import replace
 from engine.assembly import assemble
 from engine.block_allocator import BlockAllocator
 from engine.config import EngineConfig
-from engine.graph.buckets import BucketTable
 from engine.intake import Intake, Params, Prompt
 from engine.probe import DecodeProbe
-from engine.records import EngineRecords, RequestRecord, StepRecord
+from engine.records import ABOVE_LARGEST_BUCKET, EngineRecords, RequestRecord, StepRecord
 from engine.request import Request, RequestOutput, RequestState, SamplingParams, TokenEvent
 from engine.runner import LaunchedStep, ModelRunner
 from engine.scheduler import make_scheduler
@@ -51,7 +50,7 @@ class Engine:
         self._intake = Intake(self.tokenizer, self.vocab_size, config.model.max_model_len, config.sampler)
         self._allocator = BlockAllocator(parts.kv_cache.num_blocks, parts.kv_cache.block_size, config.kv.prefix_cache)
         self._scheduler = make_scheduler(config.scheduler, self._allocator, config.model.max_model_len,
-                                         self._max_running(parts.buckets))
+                                         config.scheduler.max_running(parts.buckets))
         self._runner = ModelRunner(parts.decode_step, parts.buckets, parts.graphs, parts.device, parts.stream)
         self._make_probe = parts.make_probe
         self._requests: dict[int, Request] = {}  # unfinished
@@ -64,17 +63,7 @@ class Engine:
         for warning in parts.warnings:
             self._warn_once(warning)
         if parts.buckets is not None and (gap := parts.buckets.uncovered(config.scheduler.max_num_seqs)):
-            self._warn_once(gap if self._scheduler.max_running > parts.buckets.largest else
-                            f"at most {parts.buckets.largest} requests run at once: scheduler.above_largest_bucket=cap")
-
-    def _max_running(self, buckets: BucketTable | None) -> int:
-        """Most requests that may hold KV at once. Raises ValueError where every batch must have a graph and has not."""
-        scheduler = self.config.scheduler
-        if buckets is None or scheduler.above_largest_bucket == "eager":
-            return scheduler.max_num_seqs
-        if scheduler.above_largest_bucket == "error":
-            buckets.check_covers(scheduler.max_num_seqs)
-        return min(scheduler.max_num_seqs, buckets.largest)
+            self._warn_once(config.scheduler.cap_sentence(parts.buckets) or gap)
 
     def __enter__(self) -> "Engine":
         return self
@@ -188,7 +177,7 @@ class Engine:
                 item.request.first_scheduled_s = start_s
         launched = self._runner.launch(plan)
         route, num_decode = launched.route, len(plan.decode)
-        if route.reason == "above_largest_bucket":
+        if route.reason == ABOVE_LARGEST_BUCKET:
             self._warn_once("batches above the largest bucket ran eager; their steps are counted under the reason "
                             "above_largest_bucket")
         record = StepRecord(

@@ -1,7 +1,8 @@
 """Decode steps without requests: synthetic rows on a built engine, eager or replayed, for checks and measurements.
 
-A probe writes the rows of live requests and the KV cache, so no request may be unfinished. Contexts get blocks of their
-own as far as the cache reaches; beyond that they share the blocks before their last, which changes no shape.
+A probe writes the rows of live requests and the KV cache, so no request may be unfinished. Contexts get blocks of
+their own as far as the cache reaches; beyond that they share the blocks before their last, which changes no shape.
+Tokens that later steps add beyond a context's last block share block 0.
 """
 
 import random
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.batch import PrefillBatch
-from engine.decode_step import SCOPE_STAGES, STAGES, DecodeStep
+from engine.decode_step import NO_HINTS, STAGES, DecodeStep
 from engine.device import on_stream
 from engine.graph.graphs import DecodeGraphs
 from engine.memory.kv_cache import KVCache
@@ -37,23 +38,25 @@ class DecodeProbe:
 
     @torch.inference_mode()
     def fill(self, num_live: int, size: int, context_len: int, seed: int = 0, is_mixed: bool = False,
-             temperature: float = 0.8) -> None:
+             temperature: float = 0.0) -> None:
         """Make rows 0 to `num_live` live, with contexts of `context_len` tokens (up to it where `is_mixed`), and send a
-        batch of them padded to `size`. Every other row samples at `temperature`, the rest greedily.
+        batch of them padded to `size`. All sample at `temperature`; every other one is greedy where `is_mixed`.
 
         Raises ValueError where the rows, their blocks or `context_len` exceed what the engine has.
         """
-        if not (1 <= num_live <= min(size, self.max_num_live) and 1 <= context_len <= self.max_model_len):
-            raise ValueError(f"a probe takes 1 to {min(size, self.max_num_live)} live rows with contexts of at most "
-                             f"{self.max_model_len} tokens; got {num_live} and {context_len}")
+        if not 1 <= num_live <= min(size, self.max_num_live) or size > self.step.static.capacity:
+            raise ValueError(f"a probe of {size} rows (at most {self.step.static.capacity}) takes 1 to "
+                             f"{min(size, self.max_num_live)} live ones; got {num_live}")
+        if not 1 <= context_len <= self.max_model_len:
+            raise ValueError(f"a probe takes contexts of 1 to {self.max_model_len} tokens; got {context_len}")
         rng = random.Random(seed)
         lengths = [rng.randint(1, context_len) if is_mixed else context_len for _ in range(num_live)]
         with on_stream(self.stream):
-            self._write_rows(lengths, temperature, rng)
+            self._write_rows(lengths, [temperature * (not is_mixed or row % 2 == 0) for row in range(num_live)], rng)
             self.step.static.write(range(num_live), [-1] * num_live, size)
         self._size = size
 
-    def _write_rows(self, lengths: Sequence[int], temperature: float, rng: random.Random) -> None:
+    def _write_rows(self, lengths: Sequence[int], temperatures: Sequence[float], rng: random.Random) -> None:
         state, block_size = self.step.rows.state, self._kv_cache.block_size
         num_live, num_blocks = len(lengths), self._kv_cache.num_blocks
         widths = [-(-length // block_size) for length in lengths]
@@ -69,30 +72,23 @@ class DecodeProbe:
         columns = {
             state.last_token_N: [rng.randrange(vocab_size) for _ in lengths],
             state.position_N: [length - 1 for length in lengths],
-            state.temperature_N: [temperature * (row % 2) for row in range(num_live)],
+            state.temperature_N: temperatures,
             state.seed_N: [rng.getrandbits(62) for _ in lengths],
         }
         for column, values in columns.items():
             column[:num_live] = torch.tensor(values, dtype=column.dtype, device=column.device)
         state.block_tables_NB[:num_live, :max(widths)] = tables.to(state.block_tables_NB.device)
 
-    def run(self, stages: Sequence[str]) -> None:
-        """Launch some stages eagerly, padding included."""
+    def eager(self, stages: Sequence[str] = STAGES) -> None:
+        """Launch the step, or some of its stages, eagerly; padding included, and for any context length."""
         with on_stream(self.stream):
             self.step.run(stages, self._size)
 
-    def eager(self) -> None:
-        """Launch the whole step eagerly, padding included."""
-        self.run(STAGES)
-
     def replay(self) -> None:
-        """Launch the whole step, the stages of the graph by replay."""
+        """Launch the step with the stages of the graph by replay; those after it work on padding, too."""
         assert self.graphs is not None, "nothing was captured"
-        recorded = SCOPE_STAGES[self.graphs.scope]
-        self.run(STAGES[:STAGES.index(recorded[0])])
         with on_stream(self.stream):
-            self.graphs.replay(self._size)
-        self.run(STAGES[STAGES.index(recorded[-1]) + 1:])
+            self.graphs.run_step(self._size, self._size, NO_HINTS)
 
     @torch.inference_mode()
     def prefill(self, num_tokens: int) -> None:

@@ -7,6 +7,13 @@ The engine does not know who reads them. Times ending in `_s` inside a step or r
 from dataclasses import dataclass, field
 
 GRAPH, EAGER = "graph", "eager"  # StepRecord.path
+# StepRecord.reason
+PREFILL = "prefill"  # its shape differs every time
+ENFORCE_EAGER = "enforce_eager"  # graph.mode=eager
+ABOVE_LARGEST_BUCKET = "above_largest_bucket"  # no graph holds the batch
+PARITY_FAILED = "parity_failed"  # every graph was disabled
+CAPTURED = "captured"
+SAMPLED_OUTSIDE = "captured_sampled_outside"  # replayed, then drawn again with top-k, top-p or min-p
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ class StepRecord:
     end_s: float
     phase: str  # prefill | decode
     path: str  # graph | eager
-    reason: str  # why this path: prefill, captured, enforce_eager, above_largest_bucket
+    reason: str  # why this path: one of the constants above
     num_requests: int  # live rows
     num_tokens: int  # tokens computed: prompt tokens of a prefill, live rows of a decode
     bucket: int | None  # captured batch size that was replayed

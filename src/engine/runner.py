@@ -12,11 +12,20 @@ import torch
 
 from engine.batch import PrefillBatch
 from engine.decode_state import RequestRows, is_greedy
-from engine.decode_step import SCOPE_STAGES, STAGES, DecodeStep, StepHints
+from engine.decode_step import STAGES, DecodeStep, StepHints
 from engine.device import on_stream, to_device
 from engine.graph.buckets import BucketTable
 from engine.graph.graphs import DecodeGraphs
-from engine.records import EAGER, GRAPH
+from engine.records import (
+    ABOVE_LARGEST_BUCKET,
+    CAPTURED,
+    EAGER,
+    ENFORCE_EAGER,
+    GRAPH,
+    PARITY_FAILED,
+    PREFILL,
+    SAMPLED_OUTSIDE,
+)
 from engine.scheduler.plan import ScheduledDecode, ScheduledPrefill, StepPlan
 
 
@@ -29,7 +38,7 @@ class Route:
     bucket: int | None = None
 
 
-PREFILL_ROUTE = Route(EAGER, "prefill")
+PREFILL_ROUTE = Route(EAGER, PREFILL)
 
 
 @dataclass(frozen=True)
@@ -88,13 +97,11 @@ class ModelRunner:
     def route(self, batch_size: int, hints: StepHints) -> Route:
         """Which path a decode batch takes; never eager in silence: the reason is part of the step's record."""
         if self.buckets is None or self.graphs is None:
-            return Route(EAGER, "enforce_eager" if self.graphs is None else "parity_failed")
+            return Route(EAGER, ENFORCE_EAGER if self.graphs is None else PARITY_FAILED)
         bucket = self.buckets.find(batch_size)
         if bucket is None:
-            return Route(EAGER, "above_largest_bucket")
-        if hints.filters is not None and self.graphs.scope == "step":
-            return Route(GRAPH, "captured, but filters sample outside", bucket)
-        return Route(GRAPH, "captured", bucket)
+            return Route(EAGER, ABOVE_LARGEST_BUCKET)
+        return Route(GRAPH, SAMPLED_OUTSIDE if self.graphs.samples_outside(hints) else CAPTURED, bucket)
 
     def _hints(self, items: Sequence[ScheduledDecode]) -> StepHints:
         requests = [item.request for item in items]
@@ -108,12 +115,7 @@ class ModelRunner:
             step.run(STAGES, live, hints)
             return step.static.tokens_R[:live]
         assert self.graphs is not None
-        recorded = SCOPE_STAGES[self.graphs.scope]
-        step.run(STAGES[:STAGES.index(recorded[0])], route.bucket)
-        self.graphs.replay(route.bucket)
-        step.run(STAGES[STAGES.index(recorded[-1]) + 1:], live, hints)
-        if "sample" in recorded and hints.filters is not None:
-            step.resample(live, hints)
+        self.graphs.run_step(route.bucket, live, hints)
         return step.static.tokens_R[:live]
 
     def _prefill(self, items: Sequence[ScheduledPrefill]) -> torch.Tensor:

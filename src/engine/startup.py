@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.config import DEFAULT_CPU_KV_BYTES, DEFAULT_MEMORY_FRACTION, EngineConfig
+from engine.config import EngineConfig
 from engine.decode_state import RequestRows
 from engine.decode_step import DecodeStep, row_kernels
 from engine.device import make_stream
@@ -20,7 +20,7 @@ from engine.graph.parity import buckets_to_check, check_parity, failures
 from engine.graph.recorder import make_recorder
 from engine.graph.static_batch import StaticBatch
 from engine.kernels.attention import AttentionBackend
-from engine.memory.gauge import GIB, MIB, make_gauge
+from engine.memory.gauge import make_gauge
 from engine.memory.kv_cache import KVCache
 from engine.model.decoder import Decoder
 from engine.model.source import ModelSource
@@ -28,6 +28,7 @@ from engine.model.weights import init_dummy, load_weights
 from engine.probe import DecodeProbe
 from engine.records import BucketRecord, LedgerEntry, ParityRecord
 from engine.sampler import SEEDED, make_sampler
+from engine.units import GIB, MIB
 from engine.worst_case import run_worst_case
 
 OnStage = Callable[[str], None]
@@ -104,7 +105,10 @@ class EngineStartup:
 
     @torch.inference_mode()
     def rehearse_capture(self) -> int:
-        """Two largest buckets: the first sizes the pool, the second shows what each further one adds."""
+        """Two largest buckets, the larger first: it sizes the pool, the other shows what each further one adds.
+
+        For another graph.capture_order than descending the pool may grow further, and the estimate is short of that.
+        """
         if self.buckets is None:
             return 0
         with self._verb("rehearse_capture"):
@@ -130,25 +134,14 @@ class EngineStartup:
 
     def limit_bytes(self) -> int:
         """Most of the device that may be in use, by whomever: kv.memory_fraction of its total."""
-        fraction = self._config.kv.memory_fraction
-        return int((DEFAULT_MEMORY_FRACTION if fraction is None else fraction) * self.gauge.total_bytes)
+        return self._config.kv.limit_bytes(self.gauge.total_bytes)
 
     def available_bytes(self) -> int:
         self.gauge.trim()
         return self.limit_bytes() - self.gauge.used_bytes() - self._activation_bytes
 
     def stated_bytes(self) -> int:
-        kv = self._config.kv
-        if kv.num_blocks is not None:
-            return kv.num_blocks * self.block_bytes
-        if kv.tokens is not None:
-            return math.ceil(kv.tokens / self._block_size) * self.block_bytes
-        if kv.bytes is not None:
-            if kv.bytes < self.block_bytes:
-                raise ValueError(f"kv.bytes must be at least one block of {self._block_size} tokens, "
-                                 f"{self.block_bytes} bytes; got {kv.bytes}")
-            return kv.bytes
-        return DEFAULT_CPU_KV_BYTES
+        return self._config.kv.stated_bytes(self._block_size, self.block_bytes)
 
     def _useful_blocks(self) -> int:
         """Blocks beyond these could never be in use: max_num_seqs requests of max_model_len tokens."""
@@ -220,6 +213,12 @@ class EngineStartup:
         self.disabled_buckets = tuple(sorted({record.batch_size for record in self.parity_records
                                               if not record.passed}))
         self.buckets = self.buckets.without(self.disabled_buckets)
+        if self._config.scheduler.above_largest_bucket == "error":
+            if self.buckets is None:
+                raise ValueError(f"scheduler.above_largest_bucket=error: no graph is left: {sentence}")
+            self.buckets.check_covers(self._config.scheduler.max_num_seqs)
+        assert self.graphs is not None
+        self.graphs.drop(self.disabled_buckets)
         self.warnings.append(f"{sentence}; these buckets are not used")
 
     def ledger(self) -> tuple[LedgerEntry, ...]:
@@ -229,7 +228,7 @@ class EngineStartup:
         planned_pool, planned_outside = self._planned_graph_bytes or (None, None)
         entries = [
             LedgerEntry("weights", None, self.decoder.num_bytes),
-            LedgerEntry("static_buffers", None, self.static.num_bytes),
+            LedgerEntry("static_buffers", None, self.static.num_bytes + self.rows.num_bytes),
             LedgerEntry("kv_cache", self._asked_kv_bytes, self.kv_cache.num_bytes),
             LedgerEntry("graph_pool", planned_pool, pool),
             LedgerEntry("graphs_outside_pool", planned_outside, outside),

@@ -103,6 +103,8 @@ class Config(EngineConfig):
         check_choice("measure", self.measure, MEASURES)
         if self.measure == "serve":
             self._check_workload()
+        elif self.graph.mode == "eager":
+            raise ValueError(f"measure={self.measure} compares eager steps with graphs: graph.mode must be full")
 
     def _check_workload(self) -> None:
         workload, limit = self.workload, self.model.max_model_len
@@ -151,8 +153,10 @@ class Config(EngineConfig):
                and load.prompt_tokens != WorkloadConfig.prompt_tokens, "it belongs to workload=fixed and ladder")
         yield ("workload.batch_sizes", is_served and not is_ladder
                and load.batch_sizes != WorkloadConfig().batch_sizes, "it belongs to workload=ladder")
-        yield ("workload.num_requests", is_ladder and load.num_requests is not None,
-               "workload.batch_sizes says how many requests a ladder sends")
+        yield ("scheduler.overlap", not is_served and self.scheduler.overlap != SchedulerConfig.overlap,
+               f"measure={self.measure} waits for each step")
+        yield ("workload.num_requests", (is_ladder or not is_served) and load.num_requests is not None,
+               "workload.batch_sizes says how many requests there are")
         yield ("model.dummy_seed", not self.model.is_dummy and self.model.dummy_seed != ModelConfig.dummy_seed,
                "the weights are not random")
         yield "tracker.mode", self.tracker.kind == "none" and self.tracker.mode != TrackerConfig.mode, "tracker=none"

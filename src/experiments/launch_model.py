@@ -128,7 +128,8 @@ def partial_row(columns: Mapping[str, str], **known: Any) -> dict[str, Any]:
 def decode_sentences(steps: Sequence[DecodeMeasurement]) -> list[str]:
     """What these measurements say about the model, one sentence for each of its assumptions."""
     return [speedup_sentence(steps), *overlap_sentences(steps), price_sentence(steps), *idle_sentences(steps),
-            hidden_launches_sentence(steps)]
+            hidden_launches_sentence(steps),
+            *crowd_sentences({f"eager step of batch {step.batch_size}": step.work for step in steps})]
 
 
 def speedup_sentence(steps: Sequence[DecodeMeasurement]) -> str:
@@ -218,11 +219,15 @@ def prefill_sentences(prefills: Sequence[PrefillMeasurement]) -> list[str]:
         sentences.append(f"Launching binds prefill {where}: {first.num_tokens:,} tokens take the host {host_ms:.2f} ms "
                          f"and the GPU {compute_ms:.2f}, so a graph could make them at most "
                          f"{first.eager.total_ms / compute_ms:.1f} times as fast.")
-    if crowded := [each for each in prefills if each.work.num_launches > LAUNCH_QUEUE]:
-        first = crowded[0]
-        sentences.append(f"Prefill of {first.num_tokens:,} tokens has {first.work.num_launches:,} launches, more than "
-                         f"the {LAUNCH_QUEUE:,} that CUDA holds: its host time may include waiting.")
+    sentences += crowd_sentences({f"prefill of {each.num_tokens:,} tokens": each.work for each in prefills})
     return sentences
+
+
+def crowd_sentences(works: Mapping[str, Work]) -> list[str]:
+    """A warning where a single step has more launches than CUDA's queue holds; by the first such step."""
+    crowded = [(name, work.num_launches) for name, work in works.items() if work.num_launches > LAUNCH_QUEUE]
+    return [f"The host time of a {name} may include waiting: it has {num_launches:,} launches, and CUDA's queue holds "
+            f"{LAUNCH_QUEUE:,}." for name, num_launches in crowded[:1]]
 
 
 def _batches(steps: Sequence[DecodeMeasurement]) -> str:

@@ -44,19 +44,18 @@ Tables = dict[str, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Measurements:
     """What is measured: batch sizes that have a graph, one context length, prompt lengths."""
 
     batch_sizes: tuple[int, ...]
     context_tokens: int
+    temperature: float  # of every request
     prefill_tokens: tuple[int, ...]
     notes: tuple[str, ...]  # what was asked for and is not measured
 
 
 def measure(config: Config, report: Report) -> Finished:
     """Execute the experiment. Raises ValueError for a configuration without anything to compare."""
-    if config.graph.mode == "eager":
-        raise ValueError("measure=launch_overhead compares eager steps with graphs: graph.mode must be full")
     report(Progress("import torch"))
     start_s = time.perf_counter()
     from engine.engine import Engine
@@ -64,8 +63,9 @@ def measure(config: Config, report: Report) -> Finished:
     with Engine(config, on_stage=lambda stage: report(Progress(stage))) as engine:
         seconds = {"build_engine": time.perf_counter() - start_s}
         start_s = time.perf_counter()
+        engine.start_measurement()
         probe = engine.probe()
-        plan = make_plan(config, probe.sizes, probe.max_num_live)
+        plan = measurements(config, probe.sizes, probe.max_num_live)
         measure_on = _measure_cuda if engine.startup.device == "cuda" else _measure_cpu
         tables, notes = measure_on(engine, probe, plan, report)
         seconds["measure"] = time.perf_counter() - start_s
@@ -74,7 +74,7 @@ def measure(config: Config, report: Report) -> Finished:
                         tables=tables, notes=(*plan.notes, *notes))
 
 
-def make_plan(config: Config, captured: Sequence[int], max_num_live: int) -> Plan:
+def measurements(config: Config, captured: Sequence[int], max_num_live: int) -> Measurements:
     """What of `workload.batch_sizes` and of the prompt lengths the engine can run. ValueError if no size is left."""
     wanted, longest = config.workload.batch_sizes, config.model.max_model_len
     sizes = tuple(size for size in sorted(set(wanted)) if size in captured and size <= max_num_live)
@@ -94,10 +94,12 @@ def make_plan(config: Config, captured: Sequence[int], max_num_live: int) -> Pla
                      f"{config.workload.prompt_tokens}: model.max_model_len={longest} leaves no room for the steps.")
     bound = min(LONGEST_PREFILL, longest, config.scheduler.max_num_batched_tokens)
     lengths = (SHORTEST_PREFILL << doubling for doubling in range(bound.bit_length()))
-    return Plan(sizes, context_tokens, tuple(length for length in lengths if length <= bound), tuple(notes))
+    return Measurements(sizes, context_tokens, config.sampler.temperature,
+                        tuple(length for length in lengths if length <= bound), tuple(notes))
 
 
-def _measure_cuda(engine: "Engine", probe: "DecodeProbe", plan: Plan, report: Report) -> tuple[Tables, list[str]]:
+def _measure_cuda(engine: "Engine", probe: "DecodeProbe", plan: Measurements,
+                  report: Report) -> tuple[Tables, list[str]]:
     from experiments.empty_kernels import EmptyKernels
     from experiments.launch_timing import StreamClock
 
@@ -107,7 +109,7 @@ def _measure_cuda(engine: "Engine", probe: "DecodeProbe", plan: Plan, report: Re
     empty_graphs = {size: empty.graph(num_nodes[size]) for size in plan.batch_sizes}
     report(Progress("time launches"))
     cost = empty.launch_cost(clock)
-    time_decode = partial(_time_decode, probe, clock, plan.context_tokens)
+    time_decode = partial(_time_decode, probe, clock, plan)
     times = {size: (clock.timing(empty_graphs[size].replay, NUM_DECODE_REPEATS), time_decode(size, probe.eager),
                     time_decode(size, probe.replay)) for size in plan.batch_sizes}
     prefill_times = {num_tokens: clock.timing(partial(probe.prefill, num_tokens), NUM_PREFILL_REPEATS)
@@ -115,7 +117,7 @@ def _measure_cuda(engine: "Engine", probe: "DecodeProbe", plan: Plan, report: Re
     report(Progress("trace kernels"))  # after all times: a profiler that was once attached may make launches dearer
     steps = []
     for size, (empty_graph, eager, graph) in times.items():
-        probe.fill(size, size, plan.context_tokens)
+        probe.fill(size, size, plan.context_tokens, temperature=plan.temperature)
         steps.append(DecodeMeasurement(
             size, plan.context_tokens, clock.work(probe.eager), num_nodes[size], empty_graph.total_ms,
             clock.work(empty_graphs[size].replay).compute_ms, cost, eager, graph))
@@ -128,21 +130,22 @@ def _measure_cuda(engine: "Engine", probe: "DecodeProbe", plan: Plan, report: Re
     return tables, [*decode_sentences(steps), *prefill_sentences(prefills)]
 
 
-def _time_decode(probe: "DecodeProbe", clock: "StreamClock", context_tokens: int, size: int,
+def _time_decode(probe: "DecodeProbe", clock: "StreamClock", plan: Measurements, size: int,
                  run: Callable[[], None]) -> Timing:
     """Times of a full batch, from the same contexts whichever way it runs."""
-    probe.fill(size, size, context_tokens)
+    probe.fill(size, size, plan.context_tokens, temperature=plan.temperature)
     return clock.timing(run, NUM_DECODE_REPEATS)
 
 
-def _measure_cpu(engine: "Engine", probe: "DecodeProbe", plan: Plan, report: Report) -> tuple[Tables, list[str]]:
+def _measure_cpu(engine: "Engine", probe: "DecodeProbe", plan: Measurements,
+                 report: Report) -> tuple[Tables, list[str]]:
     """Durations of the same calls. A CPU runs them itself: there is no launch, and replay is emulated by the calls."""
     terms, model, prefills = [], [], []
     for size in plan.batch_sizes:
         report(Progress(f"batch size {size}"))
         times_ms = []
         for run in (probe.eager, probe.replay):
-            probe.fill(size, size, plan.context_tokens)
+            probe.fill(size, size, plan.context_tokens, temperature=plan.temperature)
             times_ms.append(_wall_ms(run))
         eager_ms, graph_ms = times_ms
         terms.append(partial_row(TERM_COLUMNS, batch_size=size, context_tokens=plan.context_tokens))

@@ -1,7 +1,8 @@
 """Two clocks for work that is launched and not waited for, and a trace of what it was.
 
-Each repetition starts on an idle GPU, so the host never waits for room in the launch queue, and the time from a CUDA
-event before the first launch to one after the last is that of a step which begins when the one before it has ended.
+Each repetition starts on an idle GPU, so the host waits for room in the launch queue only if one step alone has more
+launches than it holds (`launch_model` then says so); and the time from a CUDA event before the first launch to one
+after the last is that of a step which begins when the one before it has ended.
 """
 
 import json

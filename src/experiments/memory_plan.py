@@ -9,15 +9,15 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from engine.assembly import choose_block_size, choose_kv_policy
-from engine.config import DEFAULT_CPU_KV_BYTES, DEFAULT_MEMORY_FRACTION, KVConfig, ModelConfig
+from engine.config import KVConfig, ModelConfig
 from engine.decode_state import RequestRows
 from engine.graph.buckets import BucketTable
 from engine.graph.decode_profile import load_profile
 from engine.graph.static_batch import StaticBatch
+from engine.graph.tuner import graph_bytes
 from engine.kernels.attention import choose_attention
 from engine.memory.policies import KV_MEMORY_POLICIES
 from engine.model.decoder import Decoder
@@ -122,14 +122,13 @@ def _device_bytes(config: Config, device_type: str) -> int:
 
 
 def _graph_bytes(config: Config, buckets: BucketTable | None, device_type: str) -> int | None:
-    """Bytes of all graphs by those of the run in graph.histogram, straight between its buckets; 0 without graphs."""
+    """Bytes of all graphs by those of the run in graph.histogram; None: not known; 0 without graphs."""
     if buckets is None or device_type == "cpu":
         return 0
-    known = {} if config.graph.histogram is None else load_profile(config.graph.histogram).bytes_by_bucket
-    if not known:
+    profile = None if config.graph.histogram is None else load_profile(config.graph.histogram)
+    if profile is None or not profile.bytes_by_bucket:
         return None
-    sizes = sorted(known)
-    return int(np.interp(buckets.sizes, sizes, [known[size] for size in sizes]).sum())
+    return int(graph_bytes(buckets.sizes, profile).sum())
 
 
 class _PaperStartup:
@@ -137,8 +136,7 @@ class _PaperStartup:
 
     def __init__(self, kv: KVConfig, device_bytes: int, resident_bytes: int, graph_bytes: int | None, block_size: int,
                  block_bytes: int) -> None:
-        fraction = DEFAULT_MEMORY_FRACTION if kv.memory_fraction is None else kv.memory_fraction
-        self.limit_bytes = int(fraction * device_bytes)
+        self.limit_bytes = kv.limit_bytes(device_bytes)
         self.graph_bytes = graph_bytes
         self.kv_bytes = 0
         self._kv, self._resident_bytes = kv, resident_bytes
@@ -157,11 +155,7 @@ class _PaperStartup:
         return self.limit_bytes - self._resident_bytes
 
     def stated_bytes(self) -> int:
-        if self._kv.num_blocks is not None:
-            return self._kv.num_blocks * self._block_bytes
-        if self._kv.tokens is not None:
-            return math.ceil(self._kv.tokens / self._block_size) * self._block_bytes
-        return DEFAULT_CPU_KV_BYTES if self._kv.bytes is None else self._kv.bytes
+        return self._kv.stated_bytes(self._block_size, self._block_bytes)
 
     def allocate(self, num_bytes: int) -> None:
         self.kv_bytes = num_bytes

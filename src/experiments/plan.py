@@ -12,12 +12,12 @@ from fractions import Fraction
 from engine.graph.buckets import BucketTable
 from engine.graph.tuner import describe, tune
 from engine.tokenizer import Tokenizer
+from engine.units import GIB, MIB
 from experiments.config import Config
 from experiments.expected_batches import ExpectedBatches, expected_batches
 from experiments.memory_plan import MemoryPlan, plan_memory
 from experiments.workload import Conversation, WorkItem, bind_to_model, draw_workload
 
-GIB, MIB = 1 << 30, 1 << 20
 SHORTEST_RUN = 4  # evenly spaced sizes are told by their ends from this many on
 
 
@@ -63,10 +63,8 @@ class RunPlan:
 
 def make_plan(config: Config) -> RunPlan:
     """The plan of a run. ValueError for what the run would refuse before it loads anything."""
-    max_num_seqs = config.scheduler.max_num_seqs
-    buckets = config.graph.bucket_table(max_num_seqs)
-    is_capped = buckets is not None and config.scheduler.above_largest_bucket == "cap"
-    max_running = min(max_num_seqs, buckets.largest) if buckets and is_capped else max_num_seqs
+    buckets = config.graph.bucket_table(config.scheduler.max_num_seqs)
+    max_running = config.scheduler.max_running(buckets)
     memory = plan_memory(config, buckets)
     items, why_not = _items(config, memory)
     batches = None
@@ -159,11 +157,9 @@ def unreached_buckets(buckets: BucketTable, batches: ExpectedBatches) -> list[in
 def _bucket_conflicts(config: Config, buckets: BucketTable | None, batches: ExpectedBatches | None) -> list[str]:
     if buckets is None:
         return []
-    max_num_seqs, found = config.scheduler.max_num_seqs, []
-    if gap := buckets.uncovered(max_num_seqs):
-        is_capped = config.scheduler.above_largest_bucket == "cap"
-        found.append(f"at most {buckets.largest} requests run at once, though scheduler.max_num_seqs={max_num_seqs}: "
-                     f"scheduler.above_largest_bucket=cap" if is_capped else gap)
+    found = []
+    if sentence := config.scheduler.cap_sentence(buckets) or buckets.uncovered(config.scheduler.max_num_seqs):
+        found.append(sentence)
     if batches is not None and (idle := unreached_buckets(buckets, batches)):
         what = "bucket is" if len(idle) == 1 else "buckets are"
         found.append(f"{len(idle)} of {len(buckets.sizes)} {what} never replayed by this workload: {size_list(idle)}")

@@ -8,13 +8,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from engine.records import LedgerEntry, RequestRecord, StartupRecord, StepRecord
+from engine.units import MIB
 from experiments.launch_plots import launch_plots
 from experiments.messages import Finished
 from experiments.metrics import latency_samples
 from experiments.tables import BUCKETS
 from experiments.timeline import time_series
 
-MIB = 1 << 20
 DPI = 120
 NUM_BINS = 50
 MAX_TICKS = 48  # labels that fit side by side

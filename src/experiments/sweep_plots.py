@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from engine.units import MIB
+
 NUM_COLUMNS = 3
-BYTES_A_MIB = 1 << 20
 POINT_INCHES = 0.32
 MAX_INCHES = 50.0  # of height; more points than that fit are drawn thinner
 
@@ -22,7 +23,7 @@ def metric_bars(labels: Sequence[str], metrics: Mapping[str, tuple[str, Sequence
     grid = figure.subplots(num_rows, NUM_COLUMNS, squeeze=False, sharey=True)
     places = range(len(labels))
     for axes, (title, (unit, values)) in zip(grid.flat, metrics.items(), strict=False):
-        scale, suffix = {"bytes": (1 / BYTES_A_MIB, ", MiB"), "share": (100.0, ", %")}.get(unit, (1.0, ""))
+        scale, suffix = {"bytes": (1 / MIB, ", MiB"), "share": (100.0, ", %")}.get(unit, (1.0, ""))
         shown = [(place, value * scale) for place, value in zip(places, values, strict=True) if value is not None]
         bars = axes.barh([place for place, _ in shown], [value for _, value in shown], 0.7)
         axes.bar_label(bars, [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for _, value in shown], padding=3)

@@ -73,7 +73,8 @@ def decode_profile(steps: Iterable[StepRecord], startup: StartupRecord) -> dict[
     return {
         "batch_sizes": [{"batch_size": size, "num_steps": num_steps[size]} for size in sorted(num_steps)],
         "buckets": [{"batch_size": record.batch_size, "replay_ms": record.replay_ms,
-                     "bytes": sum(known) if (known := sizes[record.batch_size]) else None}
+                     # Bytes outside the pool are a difference of the driver's figures, which may fall meanwhile.
+                     "bytes": max(0, sum(known)) if (known := sizes[record.batch_size]) else None}
                     for record in startup.buckets],
     }
 

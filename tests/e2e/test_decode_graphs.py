@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from decode_cases import check_padding_is_inert
 from engine import Engine, EngineConfig, GraphConfig, KVConfig, ModelConfig, SamplingParams, SchedulerConfig
 from engine.config import Architecture
-from engine.decode_step import STAGES
+from engine.decode_step import STAGES, DecodeStep
 from engine.graph import recorder
 from engine.graph.graphs import capture_order
 from engine.graph.parity import buckets_to_check
@@ -75,7 +76,7 @@ def test_filters_leave_the_step_graph_and_the_record_says_so(expected):
     tokens, _, records = answers(with_graph(scope="step"), lengths=(5, 40), params=params)
     assert tokens == answers(with_graph(mode="eager"), lengths=(5, 40), params=params)[0]
     reasons = [step.reason for step in records.steps if step.phase == "decode"]
-    assert reasons[0] == "captured, but filters sample outside"
+    assert reasons[0] == "captured_sampled_outside"
     assert reasons[-1] == "captured"  # the request with filters has ended first
 
 
@@ -128,8 +129,23 @@ def does_it_twice(work):
     return lambda: (work(), work())
 
 
-@pytest.mark.parametrize(("scope", "fault"), [("body", does_nothing), ("logits", does_nothing), ("step", does_nothing),
-                                              ("step", does_it_twice)])
+def gathers_nothing(work):
+    def replay():
+        with mock.patch.object(DecodeStep, "inputs", lambda *arguments: None):
+            work()
+    return replay
+
+
+def stores_nothing(work):
+    def replay():
+        with mock.patch("engine.kernels.reference._write_live", lambda *arguments: None):
+            work()
+    return replay
+
+
+@pytest.mark.parametrize(("scope", "fault"), [
+    ("body", does_nothing), ("logits", does_nothing), ("step", does_nothing), ("step", does_it_twice),
+    ("step", gathers_nothing), ("body", stores_nothing), ("step", stores_nothing)])
 def test_a_bucket_that_replays_wrongly_stops_the_run_or_is_dropped(monkeypatch, scope, fault, expected):
     monkeypatch.setattr("engine.startup.make_recorder", lambda device, has_shared_pool: FaultyRecorder(fault))
     with pytest.raises(ValueError, match=r"graph.parity_check: .*bucket 2 with 2 live rows.*on_parity_failure=disable"):
@@ -196,9 +212,18 @@ def test_stages_run_in_the_order_of_their_names():
         probe.fill(num_live=3, size=4, context_len=9)
         position = probe.step.rows.state.position_N[:3].clone()
         for stage in STAGES:
-            probe.run((stage,))
+            probe.eager((stage,))
         assert torch.equal(probe.step.rows.state.position_N[:3], position + 1)
         assert torch.equal(probe.step.rows.state.last_token_N[:3], probe.step.static.tokens_R[:3])
+
+
+def test_no_graph_left_is_an_error_where_every_batch_must_have_one(monkeypatch):
+    monkeypatch.setattr("engine.startup.make_recorder", lambda device, has_shared_pool: FaultyRecorder(does_nothing))
+    scheduler = replace(CONFIG.scheduler, max_num_seqs=2, above_largest_bucket="error")
+    config = replace(with_graph(on_parity_failure="disable", buckets=[2]), scheduler=scheduler)
+    with mock.patch.object(FaultyRecorder, "record", lambda self, work: recorder.Recording(lambda: None)), \
+            pytest.raises(ValueError, match=r"scheduler\.above_largest_bucket=error: no graph is left: .*bucket 2"):
+        Engine(config)
 
 
 def test_a_probe_is_refused_while_requests_are_unfinished():

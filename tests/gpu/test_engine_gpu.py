@@ -17,7 +17,7 @@ from engine import (
     SchedulerConfig,
 )
 from engine.config import Architecture
-from engine.memory.gauge import MIB
+from engine.units import MIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -27,9 +27,9 @@ from experiments.launch_model import (
     price_sentence,
     table,
 )
-from experiments.launch_overhead import MAX_STEPS, make_plan, measure
+from experiments.launch_overhead import MAX_STEPS, measurements
 from experiments.launch_timing import work_in_trace
-from run_records import ignore, make_config
+from run_records import make_config
 
 times_ms = st.floats(0.001, 1000)
 timings = st.builds(Timing, times_ms, times_ms)
@@ -150,7 +150,7 @@ def test_contexts_and_prompts_stay_within_what_the_engine_can_hold(prompt_tokens
     config = make_config(measure="launch_overhead",
                          workload=WorkloadConfig(kind="ladder", batch_sizes=[8, 1], prompt_tokens=prompt_tokens),
                          scheduler=SchedulerConfig(max_num_batched_tokens=max_num_batched_tokens))
-    plan = make_plan(config, captured=(1, 4, 8), max_num_live=8)
+    plan = measurements(config, captured=(1, 4, 8), max_num_live=8)
     assert plan.batch_sizes == (1, 8)
     assert 1 <= plan.context_tokens <= config.model.max_model_len - MAX_STEPS
     assert plan.prefill_tokens[0] == 16 and plan.prefill_tokens[-1] == 4096 == config.model.max_model_len
@@ -159,12 +159,12 @@ def test_contexts_and_prompts_stay_within_what_the_engine_can_hold(prompt_tokens
 
 def test_a_batch_size_that_cannot_be_measured_is_named_and_none_at_all_refused():
     config = make_config(workload=WorkloadConfig(kind="ladder", batch_sizes=[1, 3, 64]))
-    [note] = make_plan(config, captured=(1, 64), max_num_live=8).notes
+    [note] = measurements(config, captured=(1, 64), max_num_live=8).notes
     assert note.endswith("batch 3, 64.")
     with pytest.raises(ValueError, match=r"workload.batch_sizes=\[1, 3, 64\]: captured are \[8\]"):
-        make_plan(config, captured=(8,), max_num_live=8)
+        measurements(config, captured=(8,), max_num_live=8)
 
 
 def test_without_graphs_there_is_nothing_to_compare():
     with pytest.raises(ValueError, match=r"graph\.mode must be full"):
-        measure(make_config(graph=GraphConfig(mode="eager")), ignore)
+        make_config(measure="launch_overhead", graph=GraphConfig(mode="eager"))

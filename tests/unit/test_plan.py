@@ -163,7 +163,6 @@ def test_every_expected_step_is_counted_in_one_bucket_or_as_eager(num_steps, lim
     ({"kv": KVConfig(tokens=40, block_size=10)}, "6 of 6 requests would be rejected; the first needs 5 KV blocks"),
     ({"kv": KVConfig(num_blocks=10, block_size=10)}, "would take 1,792 KV blocks and 10 fit: beyond 1 such requests"),
     ({"kv": KVConfig(num_blocks=10, block_size=10)}, "KV blocks run out"),
-    ({"kv": KVConfig(bytes=100)}, "no KV block of"),
     ({"plan": PlanConfig(device_bytes=1 << 20)}, "weights, buffers, graphs and KV cache take"),
     ({"device": "auto", "plan": PlanConfig(device_bytes=1 << 16)}, "so the run would be refused: weights"),
     ({"graph": GraphConfig(mode="eager", buckets="pow2")}, "graph.buckets has no effect: graph.mode=eager"),
@@ -237,3 +236,8 @@ def test_a_plan_shows_buckets_memory_and_batches(graph):
     text = text_of(make_plan(planned(graph=graph)))
     for expected in ("policy", "KV of a token", "tokens that fit", "requests of 64 tokens that fit", "29", "6.0"):
         assert expected in text
+
+
+def test_a_stated_cache_below_one_block_is_refused_as_the_run_would():
+    with pytest.raises(ValueError, match=r"kv\.bytes must be at least one block of 128 tokens, .* bytes; got 100"):
+        make_plan(make_config(kv=KVConfig(bytes=100)))

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from engine.graph.buckets import BUCKET_POLICIES, BucketOptions, BucketTable
 from engine.graph.config import GraphConfig
 from engine.graph.decode_profile import DecodeProfile, load_profile
-from engine.graph.tuner import DEFAULT_MAX_GRAPHS, cheapest, describe, serving_cost, tune, tune_profile
+from engine.graph.tuner import (
+    BYTE_UNITS,
+    DEFAULT_MAX_GRAPHS,
+    cheapest,
+    describe,
+    graph_bytes,
+    serving_cost,
+    tune,
+    tune_profile,
+)
 
 histograms = st.dictionaries(st.integers(1, 12), st.integers(1, 50), min_size=1, max_size=8)
 limits = st.integers(1, 12)
@@ -61,17 +70,29 @@ def test_no_list_of_as_many_graphs_replays_for_less_time(histogram, limit, max_g
 
 
 @settings(max_examples=60, deadline=None)
-@given(histograms, limits, rising_bytes, st.integers(1, 200))
+@given(histograms, limits, rising_bytes, st.integers(1, 5000))
 def test_no_list_within_the_bytes_computes_fewer_rows(histogram, limit, num_bytes, max_bytes):
     profile = DecodeProfile(histogram, {}, num_bytes)
-    fitting = [sizes for sizes in lists_ending_at(limit) if sum(num_bytes[size] for size in sizes) <= max_bytes]
-    if fitting:
-        tuned = tune_profile(limit, profile, max_graph_bytes=max_bytes)
-        assert tuned.sizes in fitting
-        assert tuned.cost == min(cost_in(sizes, histogram, float) for sizes in fitting)
-    else:
+    part = max_bytes / min(BYTE_UNITS, max_bytes)
+
+    def rounded(sizes):
+        return sum(np.ceil(graph_bytes(sizes, profile) / part - 1e-9)) * part
+
+    if graph_bytes([limit], profile)[0] > max_bytes:
         with pytest.raises(ValueError, match=f"={max_bytes} is too small: the largest bucket, {limit}, takes"):
             tune_profile(limit, profile, max_graph_bytes=max_bytes)
+        return
+    tuned = tune_profile(limit, profile, max_graph_bytes=max_bytes)
+    assert graph_bytes(tuned.sizes, profile).sum() <= max_bytes * (1 + 1e-9)
+    costs = [cost_in(sizes, histogram, float) for sizes in lists_ending_at(limit)
+             if rounded(sizes) <= max_bytes * (1 - 1e-9)]
+    assert tuned.cost <= min(costs, default=tuned.cost)
+
+
+def test_the_largest_graph_brings_the_shared_pool_whatever_its_size():
+    profile = DecodeProfile({1: 1}, {}, {8: 10, 16: 10, 32: 10, 64: 650})
+    assert graph_bytes([8, 16], profile) == pytest.approx([10, 10 + 640 * 16 / 64])
+    assert graph_bytes([8, 64], profile) == pytest.approx([10, 650])
 
 
 @settings(max_examples=100, deadline=None)

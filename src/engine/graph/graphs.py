@@ -9,10 +9,10 @@ largest has sized; any order is safe.
 import gc
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from engine.decode_step import SCOPE_STAGES, DecodeStep
+from engine.decode_step import SCOPE_STAGES, STAGES, DecodeStep, StepHints
 from engine.graph.recorder import EMULATED, Recorder, Recording
 from engine.memory.gauge import MemoryGauge
 from engine.records import BucketRecord
@@ -94,6 +94,25 @@ class DecodeGraphs:
     def sizes(self) -> tuple[int, ...]:
         """The captured batch sizes in ascending order."""
         return tuple(sorted(self._recordings))
+
+    def drop(self, sizes: Collection[int]) -> None:
+        """Forget the graphs of these sizes, and give back what only they hold."""
+        for size in sizes:
+            del self._recordings[size]
+
+    def run_step(self, size: int, live: int, hints: StepHints) -> None:
+        """Launch a whole step of `live` requests in the bucket `size`: the recorded stages by replay, those before them
+        on all rows, those after them on the live ones."""
+        recorded = SCOPE_STAGES[self.scope]
+        self._step.run(STAGES[:STAGES.index(recorded[0])], size)
+        self.replay(size)
+        self._step.run(STAGES[STAGES.index(recorded[-1]) + 1:], live, hints)
+        if self.samples_outside(hints):
+            self._step.resample(live, hints)
+
+    def samples_outside(self, hints: StepHints) -> bool:
+        """Whether the sampling that was recorded will not do, since filters apply."""
+        return hints.filters is not None and "sample" in SCOPE_STAGES[self.scope]
 
     def replay(self, size: int) -> None:
         """Run what was captured for `size` rows of the static batch."""

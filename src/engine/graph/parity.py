@@ -1,7 +1,8 @@
 """Does a replay give what eager execution gives? The same stages, on the same padded batch, compared on its live rows.
 
 The same kernels run on the same shapes both ways, so the answer has to be equal bit for bit. Each bucket is tried full
-and with the fewest rows that it serves. Results are poisoned before the replay: a graph that writes nothing fails.
+and with the fewest rows that it serves. Before the replay everything that the step writes is poisoned, the new tokens'
+keys and values included: a graph that leaves a stage out fails.
 """
 
 import math
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.batch import PADDING_SLOT
 from engine.decode_step import SCOPE_STAGES
 from engine.device import on_stream
 from engine.probe import DecodeProbe
@@ -69,15 +71,13 @@ class _Results:
 @torch.inference_mode()
 def _compare(probe: DecodeProbe, size: int, num_live: int) -> ParityRecord:
     assert probe.graphs is not None, "nothing was captured"
-    step, state = probe.step, probe.step.rows.state
+    state = probe.step.rows.state
     before = state.last_token_N.clone(), state.position_N.clone()
     probe.eager()
     expected = _results(probe, num_live)
     state.last_token_N.copy_(before[0])
     state.position_N.copy_(before[1])
-    step.static.hidden_RH.fill_(float("nan"))
-    step.static.logits_RV.fill_(float("nan"))
-    step.static.tokens_R.fill_(POISON_TOKEN)
+    _poison(probe, size, num_live)
     probe.replay()
     replayed = _results(probe, num_live)
     compared = expected.logits_RV, replayed.logits_RV
@@ -90,6 +90,23 @@ def _compare(probe: DecodeProbe, size: int, num_live: int) -> ParityRecord:
         num_differing_tokens=int((expected.tokens_R != replayed.tokens_R).sum()),
         passed=all(torch.equal(ours, theirs)
                    for ours, theirs in zip(vars(expected).values(), vars(replayed).values(), strict=True)))
+
+
+def _poison(probe: DecodeProbe, size: int, num_live: int) -> None:
+    """Overwrite what the eager step has left: results, the gathered rows, and what it stored in the KV cache."""
+    static = probe.step.static
+    step = static.step(size)
+    block_size = probe.step.rows.block_size
+    slots_R = step.slot_mapping_R[:num_live].long()
+    for cache in probe.step.caches:
+        for cached in (cache.keys_NSKD, cache.values_NSKD):
+            cached[slots_R // block_size, slots_R % block_size] = float("nan")
+    for results in (static.hidden_RH, static.logits_RV):
+        results.fill_(float("nan"))
+    static.tokens_R.fill_(POISON_TOKEN)
+    for gathered in (step.input_ids_R, step.positions_R, step.context_lens_R, step.seed_R, step.temperature_R):
+        gathered.fill_(0)
+    step.slot_mapping_R.fill_(PADDING_SLOT)
 
 
 def _results(probe: DecodeProbe, num_live: int) -> _Results:

@@ -15,7 +15,7 @@ import numpy as np
 from engine.graph.decode_profile import DecodeProfile, load_profile
 
 DEFAULT_MAX_GRAPHS = 16
-BYTE_UNITS = 512  # a byte budget is spent in parts of this many; each bucket is rounded up to the next
+BYTE_UNITS = 1024  # a byte budget is spent in so many parts; each bucket is rounded up to whole ones
 TIE = 1e-9  # costs that differ by a smaller share are equal: sums of floats
 
 
@@ -47,7 +47,9 @@ class TunedList:
 def tune(limit: int, histogram: Any, max_graphs: int | None = None, max_graph_bytes: int | None = None) -> TunedList:
     """The cheapest list that ends at `limit` and keeps to its budget; of equal ones, that which needs least of it.
 
-    `histogram` is what `load_profile` takes. At most one budget may be given; without one it is DEFAULT_MAX_GRAPHS.
+    A budget in bytes is kept exactly; the list is the cheapest of those whose graphs, each rounded up to 1/1024 of the
+    budget, keep to it. `histogram` is what `load_profile` takes. At most one budget may be given; without one it is
+    DEFAULT_MAX_GRAPHS.
     Raises ValueError for a histogram that cannot be read and for a budget that cannot be kept.
     """
     # The file is read each time, so that a new one counts; what it says is the key under which the list is kept.
@@ -133,7 +135,7 @@ def _best_within(max_bytes: int, candidates: tuple[int, ...], profile: DecodePro
     if not profile.bytes_by_bucket:
         raise ValueError(f"graph.max_graph_bytes={max_bytes} needs the bytes of graphs, and graph.histogram has none: "
                          f"give the directory of a run that captured graphs on a GPU, or graph.max_graphs instead")
-    num_bytes = _rising_curve(profile.bytes_by_bucket, np.array(candidates, dtype=np.float64))
+    num_bytes = graph_bytes(candidates, profile)
     if num_bytes[-1] > max_bytes:
         raise ValueError(f"graph.max_graph_bytes={max_bytes} is too small: the largest bucket, {candidates[-1]}, takes "
                          f"{num_bytes[-1]:.0f} bytes alone")
@@ -142,6 +144,23 @@ def _best_within(max_bytes: int, candidates: tuple[int, ...], profile: DecodePro
     num_units = min(max_bytes, BYTE_UNITS)
     weights = np.maximum(np.ceil(num_bytes * num_units / max_bytes), 1).astype(np.int64)
     return _best_list(candidates, profile, weights, num_units)
+
+
+def graph_bytes(sizes: Sequence[int], profile: DecodeProfile) -> np.ndarray:
+    """Bytes that each graph of ascending `sizes` is expected to take, from those that the profile's run measured.
+
+    The pool is shared: the largest graph brings it, in proportion to its rows, and the others what is theirs alone.
+    """
+    measured, ascending = profile.bytes_by_bucket, np.array(sizes, dtype=np.float64)
+    if len(measured) == 1:
+        return _rising_curve(measured, ascending)
+    largest = max(measured)
+    others = sorted(measured.keys() - {largest})
+    own = _rising([measured[size] for size in others])
+    pool_a_row = max(0.0, measured[largest] - own[-1]) / largest
+    num_bytes = np.interp(ascending, others, own)
+    num_bytes[-1] += pool_a_row * ascending[-1]
+    return num_bytes
 
 
 def _best_list(candidates: tuple[int, ...], profile: DecodeProfile,

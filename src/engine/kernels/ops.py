@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from engine.checks import check_choice
 from engine.kernels.attention import LayerCache
 
 Store = Callable[[torch.Tensor, torch.Tensor, LayerCache, torch.Tensor], None]
@@ -99,7 +100,8 @@ class TorchOps:
 
 
 def make_ops(name: str, store: Store) -> Ops:
-    """The operations that `kernels.ops` names, `torch` or `triton`."""
+    """The operations that `kernels.ops` names; `auto` is none of them."""
+    check_choice("kernels.ops", name, ("torch", "triton"))
     if name == "torch":
         return TorchOps(store)
     from engine.kernels.ops_triton import TritonOps  # needs Triton, which a CPU machine may lack

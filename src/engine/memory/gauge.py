@@ -9,8 +9,6 @@ from typing import Protocol
 import psutil
 import torch
 
-GIB, MIB = 1 << 30, 1 << 20
-
 
 class MemoryGauge(Protocol):
     """Bytes on one device."""
