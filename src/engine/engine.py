@@ -15,6 +15,7 @@ from dataclasses import replace
 from engine.assembly import assemble
 from engine.block_allocator import BlockAllocator
 from engine.config import EngineConfig
+from engine.graph.static_batch import NUM_HOST_BUFFERS
 from engine.intake import Intake, Params, Prompt
 from engine.probe import DecodeProbe
 from engine.records import ABOVE_LARGEST_BUCKET, EngineRecords, RequestRecord, StepRecord
@@ -59,6 +60,7 @@ class Engine:
         self._ended_on_arrival: list[Request] = []
         self._pending: deque[tuple[LaunchedStep, StepRecord]] = deque()  # launched, not committed
         self._lag = int(config.scheduler.overlaps_on(parts.device.type))
+        assert self._lag < NUM_HOST_BUFFERS, f"a lag of {self._lag} steps overwrites host buffers that are in flight"
         self._num_steps = 0
         for warning in parts.warnings:
             self._warn_once(warning)

@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.decode_state import RequestRows
 from engine.decode_step import DecodeStep, row_kernels
 from engine.device import make_stream
+from engine.graph.config import GraphConfig
 from engine.graph.graphs import DecodeGraphs, capture_order
 from engine.graph.parity import buckets_to_check, check_parity, failures
 from engine.graph.recorder import make_recorder
@@ -190,6 +191,8 @@ class EngineStartup:
         if self.buckets is None:
             return
         graph = self._config.graph
+        if self.device.type == "cpu" and (graph.pool, graph.warmup_runs) != (GraphConfig.pool, GraphConfig.warmup_runs):
+            self.warnings.append("graph.pool and graph.warmup_runs have no effect: replay is emulated on a CPU")
         with self._verb("capture"):
             self.capture_order = tuple(capture_order(graph.capture_order, self.buckets.sizes, graph.capture_seed))
             self.graphs = self._make_graphs(self.decode_step)

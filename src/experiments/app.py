@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.config import MEASURES, Config
 from experiments.messages import INTERRUPTED, Failed, Finished, Outcome
 from experiments.naming import run_name
-from experiments.paths import anchored, repository_root
+from experiments.paths import PLOTS_DIRECTORY, anchored, repository_root
 from experiments.result import FAILED, FINISHED, RunResult, plain, write_result
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from experiments.tracking import Tracker
 
-PLOTS_DIRECTORY = "plots"
 REPORT_WIDTH = 140  # columns where standard output is no terminal
 
 

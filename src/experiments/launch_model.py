@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 NEGLIGIBLE = 0.05  # a deviation below this share of what it is compared with is not spoken of
+COST_TABLE, TERM_TABLE, MODEL_TABLE, PREFILL_TABLE = "launch_cost", "launch_terms", "launch_model", "prefill_launches"
 LAUNCH_QUEUE = 1024  # launches that CUDA holds before the host has to wait for the GPU
 
 

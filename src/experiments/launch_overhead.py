@@ -15,9 +15,13 @@ from typing import TYPE_CHECKING, Any
 from engine.records import EngineRecords
 from experiments.config import Config
 from experiments.launch_model import (
+    COST_TABLE,
     MODEL_COLUMNS,
+    MODEL_TABLE,
     PREFILL_COLUMNS,
+    PREFILL_TABLE,
     TERM_COLUMNS,
+    TERM_TABLE,
     DecodeMeasurement,
     PrefillMeasurement,
     Timing,
@@ -34,7 +38,6 @@ if TYPE_CHECKING:
     from engine.probe import DecodeProbe
     from experiments.launch_timing import StreamClock
 
-COST_TABLE, TERM_TABLE, MODEL_TABLE, PREFILL_TABLE = "launch_cost", "launch_terms", "launch_model", "prefill_launches"
 NUM_DECODE_REPEATS, NUM_PREFILL_REPEATS, NUM_CPU_REPEATS = 20, 5, 3
 MAX_STEPS = NUM_DECODE_REPEATS + 1  # from one filling, a warm-up included; each moves every context on by a token
 SHORTEST_PREFILL, LONGEST_PREFILL = 16, 16384

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.launch_overhead import MODEL_TABLE, PREFILL_TABLE
+from experiments.launch_model import MODEL_TABLE, PREFILL_TABLE
 
 Rows = Sequence[Mapping[str, Any]]
 # Column -> its name in the legend, and how its line is drawn; one colour a path.

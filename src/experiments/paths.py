@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+PLOTS_DIRECTORY = "plots"  # of a run, and of a sweep
+
 
 def repository_root() -> Path:
     """The checkout that this package lies in; the current directory where the package is installed without one."""

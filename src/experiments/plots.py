@@ -131,7 +131,11 @@ def save_plots(directory: Path, finished: Finished, tables: Mapping[str, Sequenc
         figures["latency"] = latency_histograms(records.requests)
     if rows := tables.get(BUCKETS):
         figures["buckets"] = buckets(rows)
-    figures |= launch_plots(tables)
+    return save_figures(directory, figures | launch_plots(tables))
+
+
+def save_figures(directory: Path, figures: Mapping[str, Figure]) -> list[Path]:
+    """Save each figure as PNG under its name; returns the files."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{name}.png" for name in figures]
     for path, figure in zip(paths, figures.values(), strict=True):

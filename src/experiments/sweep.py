@@ -14,15 +14,15 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
-from experiments.launch_overhead import MODEL_TABLE
+from experiments.launch_model import MODEL_TABLE
 from experiments.metrics import METRICS
+from experiments.paths import PLOTS_DIRECTORY
 from experiments.report import format_value
 from experiments.result import RESULT_FILE, RunResult, read_result, write_json
 from experiments.run_files import CONFIG_FILE
 from experiments.tables import DECODE_BATCHES
 
 SUMMARY_SCHEMA_VERSION = 1
-PLOTS_DIRECTORY, DPI = "plots", 120
 MAX_LABEL_CHARS = 60
 MAIN_METRICS = {
     "tokens/s": "throughput/output_throughput",
@@ -121,6 +121,7 @@ def write_summary(sweep: Path, points: Sequence[Point]) -> None:
 def _save_plots(directory: Path, results: Sequence[RunResult]) -> None:
     """Write summary.png, and a figure for what the points have by batch size."""
     from experiments import sweep_plots
+    from experiments.plots import save_figures
 
     if not (shown := shown_metrics(results)):
         return
@@ -132,9 +133,7 @@ def _save_plots(directory: Path, results: Sequence[RunResult]) -> None:
         series = {name: values for name, result in zip(names, results, strict=True) if (values := values_of(result))}
         if series:
             figures[file] = sweep_plots.batch_size_lines(title, series)
-    directory.mkdir(parents=True, exist_ok=True)
-    for file, figure in figures.items():
-        figure.savefig(directory / f"{file}.png", dpi=DPI)
+    save_figures(directory, figures)
 
 
 def _row(sweep: Path, point: Point, differs: Mapping[str, str]) -> dict[str, Any]:

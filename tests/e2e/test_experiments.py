@@ -50,7 +50,7 @@ def run(arguments: list[str], root: Path) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_point_of_an_experiment_composes_and_is_valid(experiment, jobs, tmp_path):
     assert cli.main([f"experiment={experiment}", f"run.output_root={tmp_path}"]) == 0
-    assert len(jobs.configs) == POINTS.get(experiment, len(jobs.configs))
+    assert len(jobs.configs) == POINTS[experiment]
     assert len(jobs.configs) > 1 and len(set(map(repr, jobs.configs))) == len(jobs.configs), "points differ"
     assert all(config.model.is_dummy for config in jobs.configs), "nothing has to be downloaded"
 

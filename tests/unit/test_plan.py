@@ -203,10 +203,10 @@ def test_the_cache_of_a_gpu_is_what_weights_buffers_and_known_graphs_leave(tmp_p
     memory = make_plan(planned(graph=graph, **sections)).memory
     assert memory.graph_bytes is None, "no run has measured it"
     known = make_plan(planned(graph=replace(graph, histogram=str(tmp_path)), **sections)).memory
-    assert known.graph_bytes == 13 << 20, "straight between the sizes that were measured"
+    assert known.graph_bytes == 10 << 20, "the smallest graphs take as much, and the largest brings the pool"
     left = (1 << 26) - memory.weight_bytes - memory.buffer_bytes
     assert memory.num_blocks == left // memory.block_bytes
-    assert known.num_blocks == (left - (13 << 20)) // memory.block_bytes
+    assert known.num_blocks == (left - (10 << 20)) // memory.block_bytes
 
 
 def test_without_a_tokenizer_the_batches_of_texts_are_left_out_and_it_is_said():
@@ -234,7 +234,7 @@ def test_a_long_workload_is_cut_and_it_is_said(monkeypatch):
                                    GraphConfig(buckets="tuned", histogram={3: 5, 6: 7}), GraphConfig(buckets=[6, 1])])
 def test_a_plan_shows_buckets_memory_and_batches(graph):
     text = text_of(make_plan(planned(graph=graph)))
-    for expected in ("policy", "KV of a token", "tokens that fit", "requests of 64 tokens that fit", "29", "6.0"):
+    for expected in ("policy", "KV of a token", "tokens that fit", "requests of 64 tokens that fit"):
         assert expected in text
 
 
