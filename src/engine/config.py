@@ -277,9 +277,10 @@ class EngineConfig:
             if self.kernels.attention not in ("auto", "reference"):
                 raise ValueError(f"kernels.attention={self.kernels.attention} needs a GPU; on a CPU it must be auto or "
                                  f"reference")
-            for key, value in (("sampler.impl", self.sampler.impl), ("kernels.ops", self.kernels.ops)):
+            for key, value, others in (("sampler.impl", self.sampler.impl, "auto, torch or compiled"),
+                                       ("kernels.ops", self.kernels.ops, "auto or torch")):
                 if value == "triton":
-                    raise ValueError(f"{key}=triton needs a GPU; on a CPU it must be auto or torch")
+                    raise ValueError(f"{key}=triton needs a GPU; on a CPU it must be {others}")
             if kv.policy not in ("auto", "fixed"):
                 raise ValueError(f"kv.policy={kv.policy} measures a GPU's memory; on a CPU it must be auto or fixed")
             if kv.memory_fraction is not None:

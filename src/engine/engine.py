@@ -240,7 +240,7 @@ class Engine:
     def probe(self) -> DecodeProbe:
         """Synthetic decode steps on this engine. Raises ValueError while requests are unfinished.
 
-        A probe overwrites the KV cache, so cached prefixes are forgotten.
+        A probe overwrites the KV cache, so cached prefixes are forgotten; it may be used until a request is added.
         """
         self._check_open()
         if self._requests:

@@ -150,7 +150,6 @@ class EngineStartup:
 
     def allocate(self, num_bytes: int) -> None:
         with self._verb("allocate"):
-            self._asked_kv_bytes = num_bytes
             num_blocks = num_bytes // self.block_bytes
             if num_blocks < 1:
                 raise ValueError(self._shortage(num_bytes))
@@ -158,6 +157,7 @@ class EngineStartup:
                 self._check_room(num_blocks * self.block_bytes)
             else:
                 num_blocks = min(num_blocks, self._useful_blocks())
+            self._asked_kv_bytes = num_blocks * self.block_bytes
             self.kv_cache = KVCache.allocate(self.source.architecture, num_blocks, self._block_size,
                                              self.source.dtype, self.device)
 

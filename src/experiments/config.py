@@ -103,8 +103,8 @@ class Config(EngineConfig):
         check_choice("measure", self.measure, MEASURES)
         if self.measure == "serve":
             self._check_workload()
-        elif self.graph.mode == "eager":
-            raise ValueError(f"measure={self.measure} compares eager steps with graphs: graph.mode must be full")
+        else:
+            self._check_comparison()
 
     def _check_workload(self) -> None:
         workload, limit = self.workload, self.model.max_model_len
@@ -116,6 +116,14 @@ class Config(EngineConfig):
         if workload.kind == "ladder" and largest > max_num_seqs:
             raise ValueError(f"workload.batch_sizes: {largest} is above scheduler.max_num_seqs={max_num_seqs}, so that "
                              f"many requests never decode together")
+
+    def _check_comparison(self) -> None:
+        buckets = self.graph.bucket_table(self.scheduler.max_num_seqs)
+        if buckets is None:
+            raise ValueError(f"measure={self.measure} compares eager steps with graphs: graph.mode must be full")
+        if not set(buckets.sizes) & set(self.workload.batch_sizes):
+            raise ValueError(f"measure={self.measure} needs a batch size of workload.batch_sizes="
+                             f"{self.workload.batch_sizes} among the buckets {list(buckets.sizes)}")
 
     def without_effect(self) -> list[str]:
         """A sentence for each setting that was changed and changes nothing in this run."""

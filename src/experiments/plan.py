@@ -161,8 +161,7 @@ def _bucket_conflicts(config: Config, buckets: BucketTable | None, batches: Expe
     if sentence := config.scheduler.cap_sentence(buckets) or buckets.uncovered(config.scheduler.max_num_seqs):
         found.append(sentence)
     if batches is not None and (idle := unreached_buckets(buckets, batches)):
-        what = "bucket is" if len(idle) == 1 else "buckets are"
-        found.append(f"{len(idle)} of {len(buckets.sizes)} {what} never replayed by this workload: {size_list(idle)}")
+        found.append(f"{len(idle)} of {len(buckets.sizes)} buckets never replayed by this workload: {size_list(idle)}")
     return found
 
 

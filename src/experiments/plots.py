@@ -117,7 +117,7 @@ def _stack(axes: Axes, rows: Sequence[Mapping[str, Any]], parts: Mapping[str, st
         above = [up + max(height, 0) for up, height in zip(above, heights, strict=True)]
         below = [down + min(height, 0) for down, height in zip(below, heights, strict=True)]
     if len(parts) > 1:
-        axes.margins(y=0.25)  # room for the legend
+        axes.set_ylim(top=1.3 * max(*above, 1e-9))  # room for the legend
         axes.legend(loc="upper left", ncols=len(parts))
 
 

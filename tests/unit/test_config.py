@@ -64,7 +64,7 @@ def test_a_setting_without_effect_is_said(parts, key):
     {"graph": GraphConfig(capture_order="shuffled", capture_seed=3)},
     {"graph": GraphConfig(parity_check="all", on_parity_failure="disable")},
     {"graph": GraphConfig(histogram={8: 1}), "mode": "plan", "plan": PlanConfig(device_bytes=1 << 30)},
-    {"measure": "launch_overhead", "workload": WorkloadConfig(kind="text", batch_sizes=[3], prompt_tokens=7)},
+    {"measure": "launch_overhead", "workload": WorkloadConfig(kind="text", batch_sizes=[4], prompt_tokens=7)},
 ])
 def test_a_setting_with_effect_is_not_said_to_have_none(parts):
     assert make_config(**parts).without_effect() == []

@@ -157,7 +157,7 @@ def test_every_expected_step_is_counted_in_one_bucket_or_as_eager(num_steps, lim
     ({"graph": GraphConfig(buckets=[1, 2])}, "batches of 3 to 256 requests run eager"),
     ({"graph": GraphConfig(buckets=[1, 2]), "scheduler": SchedulerConfig(above_largest_bucket="cap")},
      "at most 2 requests run at once"),
-    ({}, "20 buckets are never replayed by this workload: 1, 2, 4, 16 to 256 by 16"),
+    ({}, "20 buckets never replayed by this workload: 1, 2, 4, 16 to 256 by 16"),
     ({}, "scheduler.max_num_seqs=256 is above the 6 requests that workload.kind=fixed sends at once"),
     ({"kv": KVConfig(tokens=40, block_size=10)}, "40 tokens, below one request of model.max_model_len=64"),
     ({"kv": KVConfig(tokens=40, block_size=10)}, "6 of 6 requests would be rejected; the first needs 5 KV blocks"),

@@ -43,7 +43,7 @@ def load_profile(source: Any) -> DecodeProfile:
     if isinstance(source, Mapping):
         rows = [{"batch_size": _whole(size), "num_steps": num_steps} for size, num_steps in source.items()]
         return DecodeProfile(_steps(KEY, rows))
-    if isinstance(source, (str, Path)):
+    if isinstance(source, (str, Path)) and str(source):
         return _read(Path(source).expanduser())
     raise ValueError(f"{KEY} must be a finished run's directory or a mapping {{batch size: number of decode steps}}; "
                      f"got {source!r}")
