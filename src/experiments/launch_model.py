@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 NEGLIGIBLE = 0.05  # a deviation below this share of what it is compared with is not spoken of
+UNSTEADY = 0.2  # a change of the host's speed by more than this share is told
 COST_TABLE, TERM_TABLE, MODEL_TABLE, PREFILL_TABLE = "launch_cost", "launch_terms", "launch_model", "prefill_launches"
 LAUNCH_QUEUE = 1024  # launches that CUDA holds before the host has to wait for the GPU
 
@@ -222,6 +223,16 @@ def prefill_sentences(prefills: Sequence[PrefillMeasurement]) -> list[str]:
                          f"{first.eager.total_ms / compute_ms:.1f} times as fast.")
     sentences += crowd_sentences({f"prefill of {each.num_tokens:,} tokens": each.work for each in prefills})
     return sentences
+
+
+def steadiness_sentences(before: LaunchCost, after: LaunchCost) -> list[str]:
+    """A warning where the host's own speed has changed between two measurements of the same empty kernels."""
+    faster, slower = sorted((before.triton_us, after.triton_us))
+    if slower <= faster * (1 + UNSTEADY):
+        return []
+    return [f"The host's speed changed while this was measured: launching an empty Triton kernel took "
+            f"{before.triton_us:.1f} us before and {after.triton_us:.1f} us after. Eager times, which wait for the "
+            f"host, are uncertain by that factor of {slower / faster:.1f}."]
 
 
 def crowd_sentences(works: Mapping[str, Work]) -> list[str]:

@@ -28,6 +28,7 @@ from experiments.launch_model import (
     decode_sentences,
     partial_row,
     prefill_sentences,
+    steadiness_sentences,
     table,
 )
 from experiments.messages import Finished, Progress
@@ -117,6 +118,7 @@ def _measure_cuda(engine: "Engine", probe: "DecodeProbe", plan: Measurements,
                     time_decode(size, probe.replay)) for size in plan.batch_sizes}
     prefill_times = {num_tokens: clock.timing(partial(probe.prefill, num_tokens), NUM_PREFILL_REPEATS)
                      for num_tokens in plan.prefill_tokens}
+    unsteady = steadiness_sentences(cost, empty.launch_cost(clock))
     report(Progress("trace kernels"))  # after all times: a profiler that was once attached may make launches dearer
     steps = []
     for size, (empty_graph, eager, graph) in times.items():
@@ -130,7 +132,7 @@ def _measure_cuda(engine: "Engine", probe: "DecodeProbe", plan: Measurements,
         COST_TABLE: _cost_rows(cost.torch_us, cost.triton_us),
         TERM_TABLE: table(TERM_COLUMNS, steps), MODEL_TABLE: table(MODEL_COLUMNS, steps),
         PREFILL_TABLE: table(PREFILL_COLUMNS, prefills)}
-    return tables, [*decode_sentences(steps), *prefill_sentences(prefills)]
+    return tables, [*unsteady, *decode_sentences(steps), *prefill_sentences(prefills)]
 
 
 def _time_decode(probe: "DecodeProbe", clock: "StreamClock", plan: Measurements, size: int,

@@ -70,7 +70,7 @@ def test_a_saved_configuration_runs_again_through_the_same_schema(tmp_path):
     saved.write_text(saved.read_text().replace("max_num_seqs: 256", "max_num_seqs: 0"))
     refused = run([f"--config-path={saved.parent}", "--config-name=config"], tmp_path)
     assert refused.returncode == 2
-    assert "scheduler.max_num_seqs must be a whole number in [1, 65536]; got 0" in refused.stderr
+    assert "scheduler.max_num_seqs must be a whole number in [1, 65535]; got 0" in refused.stderr
 
 
 def test_a_sweep_runs_every_point_and_ends_non_zero_if_one_failed(tmp_path):
@@ -96,7 +96,7 @@ def test_a_sweep_runs_every_point_and_ends_non_zero_if_one_failed(tmp_path):
     (["graph.buckets=[0]"], ["graph.buckets", "at least 1", "got 0"]),
     (["graph.buckets=[1,300]"], ["graph.buckets", "300", "scheduler.max_num_seqs=256"]),
     (["scheduler.max_num_seqs=abc"], ["scheduler.max_num_seqs=abc", "Integer"]),
-    (["scheduler.max_num_seqs=0"], ["scheduler.max_num_seqs", "[1, 65536]", "got 0"]),
+    (["scheduler.max_num_seqs=0"], ["scheduler.max_num_seqs", "[1, 65535]", "got 0"]),
     (["kv.tokens=-5"], ["kv.tokens", "in [1, ", "got -5"]),
     (["kv.tokens=5", "kv.bytes=6"], ["kv.tokens=5", "kv.bytes=6", "at most one"]),
     (["kv.policy=fixed", "kv.memory_fraction=0.5"], ["kv.policy=fixed", "kv.memory_fraction"]),
@@ -106,7 +106,7 @@ def test_a_sweep_runs_every_point_and_ends_non_zero_if_one_failed(tmp_path):
     (["+model.architecture.rope_scaling.foo=1"], ["rope_scaling", "as a whole"]),
     (["a=b=c"], ["a=b=c"]),
     (["workload.num_requests=10000000000000"], ["workload.num_requests", "1000000"]),
-    (["scheduler.max_num_seqs=1000000000"], ["scheduler.max_num_seqs", "65536"]),
+    (["scheduler.max_num_seqs=1000000000"], ["scheduler.max_num_seqs", "65535"]),
     (["kv.num_blocks=9223372036854775808"], ["kv.num_blocks", "9223372036854775808"]),
     (["model=tiny", "model.architecture.rope_theta=-5"], ["model.architecture.rope_theta", "above 0", "-5"]),
     (["model=tiny", "model.architecture.rms_norm_eps=nan"], ["model.architecture.rms_norm_eps", "above 0"]),

@@ -25,6 +25,7 @@ from experiments.launch_model import (
     partial_row,
     prefill_sentences,
     price_sentence,
+    steadiness_sentences,
     table,
 )
 from experiments.launch_overhead import MAX_STEPS, measurements
@@ -168,3 +169,10 @@ def test_a_batch_size_that_cannot_be_measured_is_named_and_none_at_all_refused()
 def test_without_graphs_there_is_nothing_to_compare():
     with pytest.raises(ValueError, match=r"graph\.mode must be full"):
         make_config(measure="launch_overhead", graph=GraphConfig(mode="eager"))
+
+
+def test_a_host_whose_speed_changed_is_told():
+    assert steadiness_sentences(LaunchCost(6.0, 8.0), LaunchCost(6.0, 9.0)) == []
+    for before, after in ((8.0, 16.0), (16.0, 8.0)):
+        [sentence] = steadiness_sentences(LaunchCost(6.0, before), LaunchCost(6.0, after))
+        assert f"took {before:.1f} us before and {after:.1f} us after" in sentence and "factor of 2.0" in sentence
