@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.config import DEFAULT_CPU_KV_BYTES, EngineConfig, KVConfig
+from engine.config import EngineConfig, KVConfig
 from engine.device import on_stream
 from engine.kernels.attention import choose_attention
+from engine.memory.config import DEFAULT_CPU_KV_BYTES
 from engine.memory.policies import KV_MEMORY_POLICIES
 from engine.model.source import resolve_model
 from engine.records import StartupRecord

@@ -1,7 +1,8 @@
-"""What an engine can be told: names, units, defaults and validity, each in this one place.
+"""What an engine can be told: names, units, defaults and validity, each in one place.
 
 Every class is frozen and checks itself when it is built, so a config that exists is a config that makes sense. What is
 only known later (the block count, what `auto` became) is a fact of the run and goes into its records.
+Settings of graphs and of the KV cache stand beside what they set: `engine.graph.config`, `engine.memory.config`.
 The module imports no torch: the command line reads it to answer `--help`.
 """
 
@@ -11,23 +12,19 @@ from typing import Any, Optional
 from engine.checks import check_choice, check_range, check_sampling
 from engine.graph.buckets import BucketTable
 from engine.graph.config import GraphConfig
-from engine.memory.policies import KV_MEMORY_POLICIES
+from engine.memory.config import KVConfig
 
 DEVICES = ("auto", "cuda", "cpu")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULER_POLICIES = ("prefill_first",)
 ABOVE_LARGEST_BUCKET = ("eager", "cap", "error")
-KV_POLICIES = ("auto", *KV_MEMORY_POLICIES)
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "reference")
 OPS = ("auto", "torch", "triton")
 SAMPLERS = ("auto", "torch", "compiled", "triton")
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 MAX_NUM_SEQS = 65_535  # rows of a grid that CUDA launches
-MAX_KV_SIZE = 2**47  # bytes, tokens or blocks: what a processor can address
-DEFAULT_MEMORY_FRACTION = 0.9
-DEFAULT_CPU_KV_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -148,62 +145,6 @@ class SchedulerConfig:
     def overlaps_on(self, device_type: str) -> bool:
         """Whether steps overlap on a "cpu" or "cuda" device. A CPU computes while it launches: nothing would be won."""
         return device_type == "cuda" if self.overlap == "auto" else self.overlap
-
-
-@dataclass(frozen=True)
-class KVConfig:
-    """How much memory the KV cache gets, and when that is decided."""
-
-    policy: str = "auto"  # auto: fixed on a CPU, profile_then_allocate on a GPU
-    memory_fraction: Optional[float] = None  # of the device's total; 0.9 when no size is given
-    bytes: Optional[int] = None
-    tokens: Optional[int] = None
-    num_blocks: Optional[int] = None
-    block_size: Any = "auto"  # tokens a block; auto: 256 for flash_attn, 128 for reference, 64 for triton
-    prefix_cache: bool = True
-
-    def __post_init__(self) -> None:
-        check_choice("kv.policy", self.policy, KV_POLICIES)
-        sizes = {name: value for name in ("memory_fraction", "bytes", "tokens", "num_blocks")
-                 if (value := getattr(self, name)) is not None}
-        if len(sizes) > 1:
-            raise ValueError("at most one of kv.memory_fraction, kv.bytes, kv.tokens, kv.num_blocks may be set; got "
-                             + ", ".join(f"kv.{name}={value}" for name, value in sizes.items()))
-        for name in sizes.keys() - {"memory_fraction"}:
-            check_range(f"kv.{name}", sizes[name], 1, MAX_KV_SIZE)
-        fraction = self.memory_fraction
-        if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
-            raise ValueError(f"kv.memory_fraction must be a number in (0, 1]; got {fraction!r}")
-        if self.policy == "fixed" and "memory_fraction" in sizes:
-            raise ValueError("kv.policy=fixed takes kv.bytes, kv.tokens or kv.num_blocks, not kv.memory_fraction")
-        if self.policy in ("allocate_first", "profile_then_allocate") and sizes.keys() - {"memory_fraction"}:
-            raise ValueError(f"kv.policy={self.policy} sizes the cache itself from kv.memory_fraction; "
-                             f"kv.{next(iter(sizes))} belongs to kv.policy=fixed")
-        if self.block_size != "auto":
-            check_range("kv.block_size", self.block_size, 1)
-
-    def limit_bytes(self, device_bytes: int) -> int:
-        """Most of the device that may be in use: `memory_fraction` of its total."""
-        fraction = DEFAULT_MEMORY_FRACTION if self.memory_fraction is None else self.memory_fraction
-        return int(fraction * device_bytes)
-
-    def stated_bytes(self, block_size: int, block_bytes: int) -> int:
-        """The size that is stated, in bytes; a CPU's default without one. ValueError for less than one block."""
-        if self.num_blocks is not None:
-            return self.num_blocks * block_bytes
-        if self.tokens is not None:
-            return -(-self.tokens // block_size) * block_bytes
-        if self.bytes is None:
-            return DEFAULT_CPU_KV_BYTES
-        if self.bytes < block_bytes:
-            raise ValueError(f"kv.bytes must be at least one block of {block_size} tokens, {block_bytes} bytes; got "
-                             f"{self.bytes}")
-        return self.bytes
-
-    @property
-    def is_size_stated(self) -> bool:
-        """Whether bytes, tokens or blocks are given, so that nothing has to be measured."""
-        return any(size is not None for size in (self.bytes, self.tokens, self.num_blocks))
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,8 @@ def help_text(overrides: Sequence[str]) -> str:
         "Encore: an LLM inference engine that you configure, sweep and compare.", "",
         "Choices, group=choice:", *choices, "",
         "Values, key=value:", OmegaConf.to_yaml(composed).replace("\n", "\n  ").join(("  ", "")).rstrip(), "",
-        "Sweep with -m key=a,b,c. --cfg job prints what would run. Bounds stand in src/engine/config.py and",
-        "src/experiments/config.py."])
+        "Sweep with -m key=a,b,c. --cfg job prints what would run. Bounds stand in src/engine/config.py,",
+        "src/engine/graph/config.py, src/engine/memory/config.py and src/experiments/config.py."])
 
 
 def _sweep_directory() -> Path | None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import Optional
 
 from engine.checks import check_choice, check_range
-from engine.config import MAX_KV_SIZE, MAX_NUM_SEQS, EngineConfig, GraphConfig, ModelConfig, SchedulerConfig
+from engine.config import MAX_NUM_SEQS, EngineConfig, GraphConfig, ModelConfig, SchedulerConfig
+from engine.memory.config import MAX_KV_SIZE
 
 MODES = ("run", "plan")
 MEASURES = {  # measure -> the function that the run's process executes

@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from engine.checks import check_choice
 from engine.kernels.attention import LayerCache
 
 Store = Callable[[torch.Tensor, torch.Tensor, LayerCache, torch.Tensor], None]
@@ -97,12 +96,3 @@ class TorchOps:
     def silu_and_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up_TF.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
-
-
-def make_ops(name: str, store: Store) -> Ops:
-    """The operations that `kernels.ops` names; `auto` is none of them."""
-    check_choice("kernels.ops", name, ("torch", "triton"))
-    if name == "torch":
-        return TorchOps(store)
-    from engine.kernels.ops_triton import TritonOps  # needs Triton, which a CPU machine may lack
-    return TritonOps()

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from engine.batch import Batch, PrefillBatch
+from engine.checks import check_choice
 from engine.config import Architecture
 from engine.kernels.attention import AttentionBackend, LayerCache
-from engine.kernels.ops import Heads, Ops, Places, make_ops
+from engine.kernels.ops import Heads, Ops, Places, Store, TorchOps
 from engine.model.rope import rope_table
 
 
@@ -134,6 +135,15 @@ class Layer:
         yield f"{prefix}post_attention_layernorm.weight", self.mlp_norm.weight
         yield from self.gate_up.checkpoint_tensors(f"{prefix}mlp.")
         yield from self.down.checkpoint_tensors(f"{prefix}mlp.")
+
+
+def make_ops(name: str, store: Store) -> Ops:
+    """The operations that `kernels.ops` names; `auto` is none of them."""
+    check_choice("kernels.ops", name, ("torch", "triton"))
+    if name == "torch":
+        return TorchOps(store)
+    from engine.kernels.ops_triton import TritonOps  # needs Triton, which a CPU machine may lack
+    return TritonOps()
 
 
 class Decoder:
