@@ -1,8 +1,11 @@
-"""Checks of a decode step that run on any device."""
+"""Checks of decode steps that run on any device."""
+
+from dataclasses import replace
+from itertools import groupby
 
 import torch
 
-from engine import Engine
+from engine import Engine, EngineConfig, GraphConfig, SamplingParams
 
 GARBAGE_BLOCK = 2**30
 
@@ -47,6 +50,40 @@ def poison_other_slots(caches, state, num_live):
             is_live[slots] = True
             cached[~is_live.view(cached.shape[:2]).to(cached.device)] = float("nan")
     return slots.to(caches[0].keys_NSKD.device)
+
+
+def check_growing_batch(config: EngineConfig, prompts: list[list[int]], ends: tuple[int, ...]) -> None:
+    """Four requests, a fifth that comes later and ends earlier: buckets 4, 8, 4, and each answer as if it were alone.
+
+    `ends` are the numbers of output tokens; answers are compared with eager execution.
+    """
+    params = [SamplingParams(max_tokens=end, ignore_eos=True) for end in ends]
+    with Engine(replace(config, graph=replace(config.graph, mode="eager"))) as engine:
+        expected = [engine.generate([prompt], p)[0].token_ids for prompt, p in zip(prompts, params, strict=True)]
+    with Engine(config) as engine:
+        tokens: dict[int, list[int]] = {}
+        ids = [engine.add_request(prompt, p) for prompt, p in zip(prompts[:4], params[:4], strict=True)]
+        for number in range(2 * max(ends)):
+            if number == 5:
+                ids.append(engine.add_request(prompts[4], params[4]))
+            for event in engine.step() if engine.has_unfinished else ():
+                tokens.setdefault(event.request_id, []).append(event.token_id)
+        buckets = [step.bucket for step in engine.records.steps if step.phase == "decode"]
+    assert [tokens[request_id] for request_id in ids] == expected
+    assert [bucket for bucket, _ in groupby(buckets)] == [4, 8, 4]
+
+
+def check_tiny_context(config: EngineConfig, prompts: list[list[int]], bucket: int) -> None:
+    """Prompts of two tokens in contexts of five, all in one `bucket`: three tokens each, those of eager execution."""
+    tiny = replace(config, model=replace(config.model, max_model_len=5),
+                   scheduler=replace(config.scheduler, max_num_seqs=bucket))
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    with Engine(replace(tiny, graph=GraphConfig(mode="eager"))) as engine:
+        expected = [output.token_ids for output in engine.generate(prompts, params)]
+    with Engine(replace(tiny, graph=replace(config.graph, buckets=[bucket]))) as engine:
+        assert [output.token_ids for output in engine.generate(prompts, params)] == expected
+        assert {step.bucket for step in engine.records.steps if step.phase == "decode"} == {bucket}
+    assert all(len(tokens) == 3 for tokens in expected)
 
 
 def synchronize(tensor: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from decode_cases import check_padding_is_inert
+from decode_cases import check_growing_batch, check_padding_is_inert
 from engine import Engine, EngineConfig, GraphConfig, KVConfig, ModelConfig, SamplingParams, SchedulerConfig
 from engine.config import Architecture
 from engine.decode_step import STAGES, DecodeStep
@@ -180,24 +180,7 @@ def test_a_prompt_repeated_in_one_batch_gives_equal_answers(scope, temperature):
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_batch_that_grows_from_4_to_5_and_shrinks_back_keeps_its_answers(scope):
-    lengths, ends = (10, 20, 30, 40, 15), (30, 30, 30, 30, 8)
-    params = [SamplingParams(max_tokens=end, ignore_eos=True) for end in ends]
-    with Engine(with_graph(scope=scope)) as engine:
-        tokens: dict[int, list[int]] = {}
-        ids = [engine.add_request(prompt, p) for prompt, p in zip(prompts(lengths)[:4], params[:4], strict=True)]
-        for number in range(100):
-            if number == 5:
-                ids.append(engine.add_request(prompts(lengths)[4], params[4]))
-            if not engine.has_unfinished:
-                break
-            for event in engine.step():
-                tokens.setdefault(event.request_id, []).append(event.token_id)
-        buckets = [step.bucket for step in engine.records.steps if step.phase == "decode"]
-    assert [bucket for index, bucket in enumerate(buckets) if index == 0 or bucket != buckets[index - 1]] == [4, 8, 4]
-    with Engine(with_graph(mode="eager")) as engine:
-        expected = [engine.generate([prompt], p)[0].token_ids
-                    for prompt, p in zip(prompts(lengths), params, strict=True)]
-    assert [tokens[request_id] for request_id in ids] == expected
+    check_growing_batch(with_graph(scope=scope), prompts((10, 20, 30, 40, 15)), ends=(30, 30, 30, 30, 8))
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from decode_cases import check_tiny_context
 from engine import (
     Engine,
     EngineConfig,
@@ -229,13 +230,4 @@ def test_a_compiled_sampler_repeats_with_its_seed(config):
 
 def test_a_large_bucket_serves_a_tiny_context(config):
     """vLLM issue 53658: a tiny max_model_len with a large capture size overran the block table."""
-    tiny = replace(config, model=replace(config.model, max_model_len=5), scheduler=SchedulerConfig(max_num_seqs=64),
-                   graph=GraphConfig(buckets=[64]))
-    params = SamplingParams(max_tokens=10, ignore_eos=True)
-    prompts = [[number + 3, 7] for number in range(40)]
-    with Engine(replace(tiny, graph=GraphConfig(mode="eager"))) as engine:
-        expected = [output.token_ids for output in engine.generate(prompts, params)]
-    with Engine(tiny) as engine:
-        assert [output.token_ids for output in engine.generate(prompts, params)] == expected
-        assert {step.bucket for step in engine.records.steps if step.phase == "decode"} == {64}
-    assert all(len(tokens) == 3 for tokens in expected)
+    check_tiny_context(config, [[number + 3, 7] for number in range(40)], bucket=64)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_engine_gpu import BACKENDS, CONFIG, config, random_prompts
 
-from decode_cases import check_padding_is_inert
+from decode_cases import check_growing_batch, check_padding_is_inert, check_tiny_context
 from engine import Engine, GraphConfig, KernelsConfig, KVConfig, SamplerConfig, SamplingParams, SchedulerConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -84,40 +84,19 @@ def test_padding_is_inert(attention, scope):
         check_padding_is_inert(engine, num_live=17, size=24, context_len=300)
 
 
-def test_a_batch_that_grows_from_4_to_5_and_shrinks_back_keeps_its_answers():
-    prompts, ends = random_prompts([130, 510, 30, 257, 15]), (60, 60, 60, 60, 10)
-    params = [SamplingParams(max_tokens=end, ignore_eos=True) for end in ends]
-    base = replace(CONFIG, model=replace(CONFIG.model, dtype="float32"), kernels=KernelsConfig("triton"))
-    with Engine(replace(base, graph=GraphConfig(mode="eager"))) as engine:
-        expected = [engine.generate([prompt], p)[0].token_ids for prompt, p in zip(prompts, params, strict=True)]
-    for scope in SCOPES:
-        with Engine(replace(base, graph=GraphConfig(scope=scope))) as engine:
-            tokens: dict[int, list[int]] = {}
-            ids = [engine.add_request(prompt, p) for prompt, p in zip(prompts[:4], params[:4], strict=True)]
-            for number in range(80):
-                if number == 5:
-                    ids.append(engine.add_request(prompts[4], params[4]))
-                for event in engine.step() if engine.has_unfinished else ():
-                    tokens.setdefault(event.request_id, []).append(event.token_id)
-            buckets = [step.bucket for step in engine.records.steps if step.phase == "decode"]
-        assert [tokens[request_id] for request_id in ids] == expected
-        changes = [bucket for index, bucket in enumerate(buckets) if index == 0 or bucket != buckets[index - 1]]
-        assert changes == [4, 8, 4]
+FLOAT32 = {"model": replace(CONFIG.model, dtype="float32")}
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_batch_that_grows_from_4_to_5_and_shrinks_back_keeps_its_answers(scope):
+    check_growing_batch(config("triton", graph=GraphConfig(scope=scope), **FLOAT32),
+                        random_prompts([130, 510, 30, 257, 15]), ends=(60, 60, 60, 60, 10))
 
 
 def test_a_large_bucket_serves_a_tiny_context():
     """vLLM issue 53658: a tiny max_model_len with a large capture size overran the block table."""
-    graph = replace(CHECKED, buckets=[256], scope="step")
-    tiny = config("triton", graph=graph, model=replace(CONFIG.model, max_model_len=5, dtype="float32"),
-                  scheduler=SchedulerConfig(max_num_seqs=256))
-    params = SamplingParams(max_tokens=10, ignore_eos=True)
-    prompts = random_prompts([2] * 100)
-    with Engine(replace(tiny, graph=GraphConfig(mode="eager"))) as engine:
-        expected = [output.token_ids for output in engine.generate(prompts, params)]
-    with Engine(tiny) as engine:
-        assert [output.token_ids for output in engine.generate(prompts, params)] == expected
-        assert {step.bucket for step in engine.records.steps if step.phase == "decode"} == {256}
-    assert all(len(tokens) == 3 for tokens in expected)
+    graph = replace(CHECKED, scope="step")
+    check_tiny_context(config("triton", graph=graph, **FLOAT32), random_prompts([2] * 100), bucket=256)
 
 
 # Captures before anything else has run: a library buffer that was first built inside a capture would be found here
