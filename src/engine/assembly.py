@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from engine.kernels.attention import AttentionBackend
 
 
+WHERE = {"cuda": "a GPU", "cpu": "a CPU"}  # why a choice was made
+
+
 @dataclass(frozen=True)
 class Assembly:
     """What start-up has built, and the record of it."""
@@ -68,8 +71,8 @@ def _choose_device(requested: str, choices: dict[str, str]) -> torch.device:
 def _torch_or_triton(key: str, requested: str, device: torch.device, choices: dict[str, str]) -> str:
     if requested != "auto":
         return requested
-    chosen, where = ("triton", "a GPU") if device.type == "cuda" else ("torch", "a CPU")
-    choices[key] = f"{chosen}: {where}"
+    chosen = "triton" if device.type == "cuda" else "torch"
+    choices[key] = f"{chosen}: {WHERE[device.type]}"
     return chosen
 
 
@@ -99,9 +102,10 @@ def _record(config: EngineConfig, parts: EngineStartup, attention: str, kv_polic
             choices: dict[str, str]) -> StartupRecord:
     source, device, kv_cache = parts.source, parts.device, parts.kv_cache
     if config.graph.scope == "auto" and parts.graphs:
-        choices["graph.scope"] = f"{parts.scope}: {'a GPU' if device.type == 'cuda' else 'a CPU'}"
+        choices["graph.scope"] = f"{parts.scope}: {WHERE[device.type]}"
     if config.scheduler.overlap == "auto":
-        choices["scheduler.overlap"] = "true: a GPU" if config.scheduler.overlaps_on(device.type) else "false: a CPU"
+        is_on = "true" if config.scheduler.overlaps_on(device.type) else "false"
+        choices["scheduler.overlap"] = f"{is_on}: {WHERE[device.type]}"
     if config.model.load_format == "auto":
         choices["model.load_format"] = source.load_format
     return StartupRecord(

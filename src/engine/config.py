@@ -130,6 +130,11 @@ class SchedulerConfig:
         check_range("scheduler.max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         check_range("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1)
 
+    def check_covered(self, buckets: BucketTable) -> None:
+        """Raise ValueError if above_largest_bucket=error and some batch has no bucket."""
+        if self.above_largest_bucket == "error" and (gap := buckets.uncovered(self.max_num_seqs)):
+            raise ValueError(f"scheduler.above_largest_bucket=error: {gap}")
+
     def max_running(self, buckets: BucketTable | None) -> int:
         """Most requests that may hold KV at once, given the buckets that there are (None: none)."""
         is_capped = buckets is not None and self.above_largest_bucket == "cap"
@@ -207,9 +212,8 @@ class EngineConfig:
             self.check_runs_on("cpu")
 
     def _check_buckets(self) -> None:
-        buckets = self.graph.bucket_table(self.scheduler.max_num_seqs)
-        if self.scheduler.above_largest_bucket == "error" and buckets is not None:
-            buckets.check_covers(self.scheduler.max_num_seqs)
+        if (buckets := self.graph.bucket_table(self.scheduler.max_num_seqs)) is not None:
+            self.scheduler.check_covered(buckets)
 
     def check_runs_on(self, device_type: str) -> None:
         """Raise ValueError for a setting that a `device_type` ("cpu" or "cuda") has not."""

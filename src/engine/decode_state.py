@@ -99,10 +99,10 @@ class RequestRows:
         rows_R = to_device(torch.tensor([request.row for request in requests]), self._device)
         return SamplingFilters(self._top_k_N[rows_R], self._top_p_N[rows_R], self._min_p_N[rows_R])
 
-    def sampling_batch(self, requests: Sequence[Request], rows_R: torch.Tensor,
-                       positions_R: torch.Tensor) -> SamplingBatch:
-        """How the first tokens of `requests` are drawn, which will stand at `positions_R`."""
-        return SamplingBatch(self.state.temperature_N[rows_R], self.state.seed_N[rows_R], positions_R,
+    def sampling_batch(self, requests: Sequence[Request], rows_R: torch.Tensor) -> SamplingBatch:
+        """How the first tokens of `requests`, whose rows have just been admitted, are drawn."""
+        state = self.state
+        return SamplingBatch(state.temperature_N[rows_R], state.seed_N[rows_R], state.position_N[rows_R],
                              is_greedy(requests), self.filters(requests))
 
 

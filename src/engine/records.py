@@ -29,6 +29,12 @@ class BucketRecord:
     num_kernels: int | None = None  # of these, kernels
     replay_ms: float | None = None  # device time of a replay on padding alone: what the bucket costs beside attention
 
+    @property
+    def num_bytes(self) -> int | None:
+        """Inside the pool and outside torch's allocator together; None where neither was reported."""
+        known = [size for size in (self.pool_bytes, self.outside_bytes) if size is not None]
+        return sum(known) if known else None
+
 
 @dataclass(frozen=True)
 class ParityRecord:

@@ -113,9 +113,9 @@ class ModelRunner:
         step.static.write([item.request.row for item in items], self.rows.new_blocks(items), route.bucket or live)
         if route.bucket is None:
             step.run(STAGES, live, hints)
-            return step.static.tokens_R[:live]
-        assert self.graphs is not None
-        self.graphs.run_step(route.bucket, live, hints)
+        else:
+            assert self.graphs is not None
+            self.graphs.run_step(route.bucket, live, hints)
         return step.static.tokens_R[:live]
 
     def _prefill(self, items: Sequence[ScheduledPrefill]) -> torch.Tensor:
@@ -125,9 +125,7 @@ class ModelRunner:
         step = self.decode_step
         hidden_TH = step.decoder.forward(batch, step.caches)
         logits_RV = step.decoder.logits(hidden_TH[batch.last_token_indices_R])
-        requests = [item.request for item in items]
-        tokens_R = step.sampler(logits_RV, self.rows.sampling_batch(requests, rows_R,
-                                                                    self.rows.state.position_N[rows_R]))
+        tokens_R = step.sampler(logits_RV, self.rows.sampling_batch([item.request for item in items], rows_R))
         self.rows.state.last_token_N[rows_R] = tokens_R
         return tokens_R
 

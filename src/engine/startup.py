@@ -216,10 +216,10 @@ class EngineStartup:
         self.disabled_buckets = tuple(sorted({record.batch_size for record in self.parity_records
                                               if not record.passed}))
         self.buckets = self.buckets.without(self.disabled_buckets)
-        if self._config.scheduler.above_largest_bucket == "error":
-            if self.buckets is None:
-                raise ValueError(f"scheduler.above_largest_bucket=error: no graph is left: {sentence}")
-            self.buckets.check_covers(self._config.scheduler.max_num_seqs)
+        if self.buckets is not None:
+            self._config.scheduler.check_covered(self.buckets)
+        elif self._config.scheduler.above_largest_bucket == "error":
+            raise ValueError(f"scheduler.above_largest_bucket=error: no graph is left: {sentence}")
         assert self.graphs is not None
         self.graphs.drop(self.disabled_buckets)
         self.warnings.append(f"{sentence}; these buckets are not used")
@@ -248,5 +248,4 @@ class EngineStartup:
         """Graph bytes as measured minus as rehearsed; None without a rehearsal."""
         if self._planned_graph_bytes is None:
             return None
-        measured = sum((record.pool_bytes or 0) + (record.outside_bytes or 0) for record in self.bucket_records)
-        return measured - sum(self._planned_graph_bytes)
+        return sum(record.num_bytes or 0 for record in self.bucket_records) - sum(self._planned_graph_bytes)

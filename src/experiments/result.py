@@ -3,9 +3,10 @@
 Metrics carry their units and definitions into the file, so that it can be read without this code.
 """
 
+import csv
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,14 @@ def read_result(directory: Path) -> RunResult:
         return from_json(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows under all the columns that any of them has, in the order in which they first appear."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(column for row in rows for column in row)))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def write_json(path: Path, data: Mapping[str, Any] | list[Any]) -> None:

@@ -12,7 +12,6 @@
 Times count from the moment at which the first requests arrived.
 """
 
-import csv
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -23,7 +22,7 @@ from engine.graph.decode_profile import DECODE_BATCHES_FILE, DECODE_BATCHES_SCHE
 from engine.records import RequestRecord, StepRecord
 from experiments.config import Config
 from experiments.messages import Answer, Failed, Finished
-from experiments.result import plain, write_json
+from experiments.result import plain, write_csv, write_json
 from experiments.tables import decode_profile
 
 CONFIG_FILE, ERROR_FILE = "config.yaml", "error.txt"
@@ -72,15 +71,11 @@ def write_failure(directory: Path, failed: Failed) -> Path | None:
 
 
 def write_tables(directory: Path, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Write <name>.csv for each table that has a row; the first row says the columns."""
+    """Write <name>.csv for each table that has a row."""
     for name, rows in tables.items():
-        if not rows:
-            continue
-        directory.mkdir(exist_ok=True)
-        with (directory / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        if rows:
+            directory.mkdir(exist_ok=True)
+            write_csv(directory / f"{name}.csv", rows)
 
 
 def write_steps(directory: Path, steps: Sequence[StepRecord]) -> None:

@@ -4,7 +4,6 @@ A point is a directory below the sweep's with a result.json. Summaries are made 
 be made again at any time.
 """
 
-import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from experiments.launch_model import MODEL_TABLE
 from experiments.metrics import METRICS
 from experiments.paths import PLOTS_DIRECTORY
 from experiments.report import format_value
-from experiments.result import RESULT_FILE, RunResult, read_result, write_json
+from experiments.result import RESULT_FILE, RunResult, read_result, write_csv, write_json
 from experiments.run_files import CONFIG_FILE
 from experiments.tables import DECODE_BATCHES
 
@@ -111,10 +110,7 @@ def write_summary(sweep: Path, points: Sequence[Point]) -> None:
                                         "points": rows})
     flat = [{**{key: row[key] for key in ("directory", "name", "status", "reason")}, **row["differs"], **row["metrics"]}
             for row in rows]
-    with (sweep / "summary.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(key for row in flat for key in row)))
-        writer.writeheader()
-        writer.writerows(flat)
+    write_csv(sweep / "summary.csv", flat)
     _save_plots(sweep / PLOTS_DIRECTORY, [point.result for point in points])
 
 

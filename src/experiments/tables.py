@@ -64,17 +64,12 @@ def decode_profile(steps: Iterable[StepRecord], startup: StartupRecord) -> dict[
 
     `replay_ms` and `bytes` (inside the pool and outside it) are None where the device did not report them.
     """
-    num_steps: dict[int, int] = defaultdict(int)
-    for step in steps:
-        if step.phase == DECODE:
-            num_steps[step.num_requests] += 1
-    sizes = {record.batch_size: [size for size in (record.pool_bytes, record.outside_bytes) if size is not None]
-             for record in startup.buckets}
+    num_steps = Counter(step.num_requests for step in steps if step.phase == DECODE)
     return {
         "batch_sizes": [{"batch_size": size, "num_steps": num_steps[size]} for size in sorted(num_steps)],
         "buckets": [{"batch_size": record.batch_size, "replay_ms": record.replay_ms,
                      # Bytes outside the pool are a difference of the driver's figures, which may fall meanwhile.
-                     "bytes": max(0, sum(known)) if (known := sizes[record.batch_size]) else None}
+                     "bytes": None if record.num_bytes is None else max(0, record.num_bytes)}
                     for record in startup.buckets],
     }
 

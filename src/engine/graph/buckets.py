@@ -110,11 +110,6 @@ class BucketTable:
         index = bisect_left(self.sizes, batch_size)
         return self.sizes[index] if index < len(self.sizes) else None
 
-    def check_covers(self, max_num_seqs: int) -> None:
-        """Raise ValueError if some batch of up to `max_num_seqs` requests has no bucket."""
-        if gap := self.uncovered(max_num_seqs):
-            raise ValueError(f"scheduler.above_largest_bucket=error: {gap}")
-
     def without(self, sizes: Collection[int]) -> "BucketTable | None":
         """The table less `sizes`; None if nothing is left."""
         kept = tuple(size for size in self.sizes if size not in sizes)
