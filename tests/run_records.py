@@ -1,7 +1,8 @@
 """Records of a small run, made by hand: what an engine would have emitted."""
 
 from engine.config import Architecture, ModelConfig
-from engine.records import BucketRecord, EngineRecords, LedgerEntry, RequestRecord, StartupRecord, StepRecord
+from engine.memory.ledger import LEDGER_PARTS, LedgerPhase, MemoryLedger
+from engine.records import BucketRecord, EngineRecords, RequestRecord, StartupRecord, StepRecord
 from experiments.config import Config, RunConfig, TrackerConfig, WorkloadConfig
 from experiments.messages import Answer, Finished, Progress
 from experiments.metrics import compute_metrics
@@ -21,6 +22,15 @@ def make_config(**sections) -> Config:
     return Config(**{**defaults, **sections})
 
 
+def make_ledger(limit_bytes: int | None = 30 * MIB) -> MemoryLedger:
+    """Ready with 1 MiB of its 30 unused; at its peak 2 MiB over them, 1 MiB of it unexplained."""
+    ready = dict.fromkeys(LEDGER_PARTS, 0) | {"context": 5 * MIB, "weights": 10 * MIB, "kv_cache": 4 * MIB}
+    peak = ready | {"activations": 8 * MIB}
+    return MemoryLedger(1 << 34, limit_bytes, "nvml", ready | {"activations": 7 * MIB},
+                        (LedgerPhase("ready", ready, 19 * MIB, 3 * MIB),
+                         LedgerPhase("run_peak", peak, 28 * MIB, 4 * MIB)))
+
+
 def make_startup(**changes) -> StartupRecord:
     values = {
         "device": "cpu", "device_name": "CPU", "dtype": "float32", "attention": "reference", "load_format": "dummy",
@@ -30,7 +40,7 @@ def make_startup(**changes) -> StartupRecord:
         "buckets": (BucketRecord(1, 0.1, 0.2, 1024, None), BucketRecord(4, 0.1, 0.2, 2048, None)),
         "scope": "body", "ops": "torch", "sampler": "torch", "capture_order": (4, 1), "parity": (),
         "disabled_buckets": (),
-        "ledger": (LedgerEntry("weights", None, 10 * MIB), LedgerEntry("kv_cache", 4 * MIB, 4 * MIB))}
+        "ledger": make_ledger(), "kv_sized_by": "request", "num_full_requests": 1}
     return StartupRecord(**{**values, **changes})
 
 

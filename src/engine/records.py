@@ -6,6 +6,8 @@ The engine does not know who reads them. Times ending in `_s` inside a step or r
 
 from dataclasses import dataclass, field
 
+from engine.memory.ledger import MemoryLedger
+
 GRAPH, EAGER = "graph", "eager"  # StepRecord.path
 # StepRecord.reason
 PREFILL = "prefill"  # its shape differs every time
@@ -14,6 +16,7 @@ ABOVE_LARGEST_BUCKET = "above_largest_bucket"  # no graph holds the batch
 PARITY_FAILED = "parity_failed"  # every graph was disabled
 CAPTURED = "captured"
 SAMPLED_OUTSIDE = "captured_sampled_outside"  # replayed, then drawn again with top-k, top-p or min-p
+SIZED_BY_LIMIT, SIZED_BY_USE, SIZED_BY_REQUEST = "limit", "use", "request"  # StartupRecord.kv_sized_by
 
 
 @dataclass(frozen=True)
@@ -48,15 +51,6 @@ class ParityRecord:
 
 
 @dataclass(frozen=True)
-class LedgerEntry:
-    """Bytes of one part of device memory: planned by the KV memory policy (None: not planned) and measured."""
-
-    part: str
-    planned_bytes: int | None
-    measured_bytes: int
-
-
-@dataclass(frozen=True)
 class StartupRecord:
     """What start-up decided and what it cost."""
 
@@ -81,8 +75,11 @@ class StartupRecord:
     capture_order: tuple[int, ...]
     parity: tuple[ParityRecord, ...]
     disabled_buckets: tuple[int, ...]  # captured, and failed the parity check
-    ledger: tuple[LedgerEntry, ...]
+    ledger: MemoryLedger
     seconds: dict[str, float]  # start-up verb -> duration
+    kv_sized_by: str  # limit: memory ran out | use: more could not be used | request: the size was stated
+    num_full_requests: int  # requests of max_model_len tokens that the KV cache holds at once
+    dropped_buckets: tuple[int, ...] = ()  # asked for, and left out for want of memory
     kv_estimate_error_bytes: int | None = None  # measured graph bytes minus those rehearsed; None without rehearsal
 
     @property
