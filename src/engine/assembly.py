@@ -3,6 +3,7 @@
 Every `auto` becomes a fact with its reason here, once, before anything is loaded.
 """
 
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 from engine.config import EngineConfig, KVConfig
 from engine.device import on_stream
 from engine.kernels.attention import choose_attention
+from engine.memory.address_range import has_address_ranges
 from engine.memory.config import DEFAULT_CPU_KV_BYTES
 from engine.memory.policies import KV_MEMORY_POLICIES
 from engine.model.source import resolve_model
@@ -51,10 +53,19 @@ def assemble(config: EngineConfig, on_stage: OnStage) -> Assembly:
     policy = KV_MEMORY_POLICIES[choose_kv_policy(config.kv, device, choices)]
     sampler = _torch_or_triton("sampler.impl", config.sampler.impl, device, choices)
     ops = _torch_or_triton("kernels.ops", config.kernels.ops, device, choices)
-    parts = EngineStartup(config, source, device, attention, ops, sampler, block_size, on_stage)
-    with on_stream(parts.stream):
-        policy.run(parts)
+    parts = EngineStartup(config, source, device, attention, ops, sampler, block_size, policy.name, on_stage)
+    try:
+        with parts.gauge.watch():
+            parts.prepare()
+            with on_stream(parts.stream):
+                policy.run(parts)
+                parts.finish()
         record = _record(config, parts, attention.name, policy.name, choices)
+    except BaseException as error:
+        # The frames of the traceback hold tensors for as long as somebody looks at the error.
+        traceback.clear_frames(error.__traceback__)
+        parts.release()
+        raise
     return Assembly(parts, tokenizer, record)
 
 
@@ -90,19 +101,23 @@ def choose_kv_policy(kv: KVConfig, device: torch.device, choices: dict[str, str]
     """The KV memory policy; what `auto` became goes to `choices`."""
     if kv.policy != "auto":
         return kv.policy
-    if kv.is_size_stated or device.type == "cpu":
+    if kv.is_size_stated or (device.type == "cpu" and kv.memory_fraction is None):
         size = "as stated" if kv.is_size_stated else f"at most {DEFAULT_CPU_KV_BYTES // MIB} MiB on a CPU"
         choices["kv.policy"] = f"fixed: {size}"
         return "fixed"
-    choices["kv.policy"] = "profile_then_allocate: a GPU, and no size was stated"
+    if has_address_ranges(device):
+        choices["kv.policy"] = "capture_then_allocate: no size was stated"
+        return "capture_then_allocate"
+    choices["kv.policy"] = "profile_then_allocate: no size was stated, and the device cannot map memory later"
     return "profile_then_allocate"
 
 
 def _record(config: EngineConfig, parts: EngineStartup, attention: str, kv_policy: str,
             choices: dict[str, str]) -> StartupRecord:
-    source, device, kv_cache = parts.source, parts.device, parts.kv_cache
-    if config.graph.scope == "auto" and parts.graphs:
-        choices["graph.scope"] = f"{parts.scope}: {WHERE[device.type]}"
+    source, device, kv_cache, builder = parts.source, parts.device, parts.kv_cache, parts.graph_builder
+    graphs = builder.graphs
+    if config.graph.scope == "auto" and graphs:
+        choices["graph.scope"] = f"{builder.scope}: {WHERE[device.type]}"
     if config.scheduler.overlap == "auto":
         is_on = "true" if config.scheduler.overlaps_on(device.type) else "false"
         choices["scheduler.overlap"] = f"{is_on}: {WHERE[device.type]}"
@@ -115,22 +130,25 @@ def _record(config: EngineConfig, parts: EngineStartup, attention: str, kv_polic
         attention=attention,
         load_format=source.load_format,
         kv_policy=kv_policy,
-        replay="none" if parts.graphs is None else parts.graphs.replay_kind,
+        replay="none" if graphs is None else graphs.replay_kind,
         choices=choices,
         num_parameters=parts.decoder.num_parameters,
         block_size=kv_cache.block_size,
         num_kv_blocks=kv_cache.num_blocks,
         kv_bytes=kv_cache.num_bytes,
-        kv_bytes_per_token=parts.block_bytes // kv_cache.block_size,
+        kv_bytes_per_token=parts.geometry.bytes_per_token,
         device_total_bytes=parts.gauge.total_bytes,
-        scope=parts.scope if parts.graphs else "none",
+        scope=builder.scope if graphs else "none",
         ops=parts.ops_name,
         sampler=parts.sampler_name,
-        buckets=parts.bucket_records,
-        capture_order=parts.capture_order,
-        parity=parts.parity_records,
-        disabled_buckets=parts.disabled_buckets,
+        buckets=builder.records,
+        capture_order=builder.capture_order,
+        parity=builder.parity,
+        disabled_buckets=builder.disabled,
         ledger=parts.ledger(),
         seconds=dict(parts.seconds),
-        kv_estimate_error_bytes=parts.estimate_error_bytes(),
+        kv_sized_by=parts.kv_sized_by,
+        num_full_requests=parts.geometry.num_full_requests(kv_cache.num_blocks),
+        dropped_buckets=builder.dropped,
+        kv_estimate_error_bytes=builder.estimate_error_bytes,
     )

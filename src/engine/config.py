@@ -226,10 +226,5 @@ class EngineConfig:
                                        ("kernels.ops", self.kernels.ops, "auto or torch")):
                 if value == "triton":
                     raise ValueError(f"{key}=triton needs a GPU; on a CPU it must be {others}")
-            if kv.policy not in ("auto", "fixed"):
-                raise ValueError(f"kv.policy={kv.policy} measures a GPU's memory; on a CPU it must be auto or fixed")
-            if kv.memory_fraction is not None:
-                raise ValueError(f"kv.memory_fraction={kv.memory_fraction} is a share of a GPU's memory; on a CPU give "
-                                 f"kv.bytes, kv.tokens or kv.num_blocks")
         elif kv.policy == "fixed" and not kv.is_size_stated:
             raise ValueError("kv.policy=fixed needs kv.bytes, kv.tokens or kv.num_blocks on a GPU; got none of them")

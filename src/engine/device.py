@@ -5,12 +5,17 @@ once; and a capture, which the default stream forbids, needs none of its own.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 
 
-def make_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream of the device; None for a CPU."""
+@cache
+def engine_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream of the device that engines launch on; None for a CPU.
+
+    One for all engines of a process, since a library keeps a workspace for each stream that it has seen.
+    """
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 

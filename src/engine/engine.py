@@ -17,6 +17,7 @@ from engine.block_allocator import BlockAllocator
 from engine.config import EngineConfig
 from engine.graph.static_batch import NUM_HOST_BUFFERS
 from engine.intake import Intake, Params, Prompt
+from engine.memory.ledger import MemoryLedger
 from engine.probe import DecodeProbe
 from engine.records import ABOVE_LARGEST_BUCKET, EngineRecords, RequestRecord, StepRecord
 from engine.request import Request, RequestOutput, RequestState, SamplingParams, TokenEvent
@@ -44,16 +45,16 @@ class Engine:
         self._is_closed = False
         assembly = assemble(config, on_stage)
         self.startup, parts = assembly.record, assembly.parts
+        buckets = parts.graph_builder.buckets
         self.tokenizer = assembly.tokenizer
         self.vocab_size = parts.source.architecture.vocab_size
         self._eos_token_ids = parts.source.eos_token_ids
-        self._gauge = parts.gauge
+        self._parts = parts
         self._intake = Intake(self.tokenizer, self.vocab_size, config.model.max_model_len, config.sampler)
         self._allocator = BlockAllocator(parts.kv_cache.num_blocks, parts.kv_cache.block_size, config.kv.prefix_cache)
         self._scheduler = make_scheduler(config.scheduler, self._allocator, config.model.max_model_len,
-                                         config.scheduler.max_running(parts.buckets))
-        self._runner = ModelRunner(parts.decode_step, parts.buckets, parts.graphs, parts.device, parts.stream)
-        self._make_probe = parts.make_probe
+                                         config.scheduler.max_running(buckets))
+        self._runner = ModelRunner(parts.decode_step, buckets, parts.graph_builder.graphs, parts.device, parts.stream)
         self._requests: dict[int, Request] = {}  # unfinished
         self._texts: dict[int, TextStream] = {}
         self._new_text: dict[int, str] = {}
@@ -62,10 +63,10 @@ class Engine:
         self._lag = int(config.scheduler.overlaps_on(parts.device.type))
         assert self._lag < NUM_HOST_BUFFERS, f"a lag of {self._lag} steps overwrites host buffers that are in flight"
         self._num_steps = 0
-        for warning in parts.warnings:
+        for warning in parts.graph_builder.warnings:
             self._warn_once(warning)
-        if parts.buckets is not None and (gap := parts.buckets.uncovered(config.scheduler.max_num_seqs)):
-            self._warn_once(config.scheduler.cap_sentence(parts.buckets) or gap)
+        if buckets is not None and (gap := buckets.uncovered(config.scheduler.max_num_seqs)):
+            self._warn_once(config.scheduler.cap_sentence(buckets) or gap)
 
     def __enter__(self) -> "Engine":
         return self
@@ -79,8 +80,8 @@ class Engine:
             self._is_closed = True
             self._pending.clear()
             self._requests.clear()
-            del self._runner, self._make_probe
-            self._gauge.trim()
+            del self._runner
+            self._parts.release()
 
     def generate(self, prompts: Sequence[Prompt], params: Params = None) -> list[RequestOutput]:
         """Outputs in the order of `prompts` (texts or lists of token ids); `params` is one for all, or one for each.
@@ -246,7 +247,7 @@ class Engine:
         if self._requests:
             raise ValueError(f"{len(self._requests)} requests are unfinished, and a probe would overwrite their KV")
         self.reset_prefix_cache()
-        return self._make_probe()
+        return self._parts.make_probe()
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes, so that what follows is computed as if for the first time."""
@@ -256,11 +257,16 @@ class Engine:
         """Forget records, cached prefixes and the memory peak: what follows is measured as if it came first."""
         self.reset_prefix_cache()
         self.records.clear()
-        self._gauge.reset_peak()
+        self._parts.book.close_warm_up()
 
     def memory_snapshot(self) -> dict[str, int]:
         """Bytes in use now and at the peak, as the device reports them."""
-        return self._gauge.snapshot()
+        return self._parts.gauge.snapshot()
+
+    def memory_ledger(self) -> MemoryLedger:
+        """Device memory by part: each phase of start-up, and where the device tells it the peak since then, or since
+        `start_measurement`."""
+        return self._parts.ledger()
 
 
 def _output(request: Request, text: str) -> RequestOutput:

@@ -16,7 +16,8 @@ ABOVE_LARGEST_BUCKET = "above_largest_bucket"  # no graph holds the batch
 PARITY_FAILED = "parity_failed"  # every graph was disabled
 CAPTURED = "captured"
 SAMPLED_OUTSIDE = "captured_sampled_outside"  # replayed, then drawn again with top-k, top-p or min-p
-SIZED_BY_LIMIT, SIZED_BY_USE, SIZED_BY_REQUEST = "limit", "use", "request"  # StartupRecord.kv_sized_by
+# StartupRecord.kv_sized_by: by what memory was left, by what could be used, by a stated size, or by a default.
+SIZED_BY_LIMIT, SIZED_BY_USE, SIZED_BY_REQUEST, SIZED_BY_DEFAULT = "limit", "use", "request", "default"
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class BucketRecord:
     capture_s: float
     pool_bytes: int | None  # growth of the graph pool inside torch's allocator
     outside_bytes: int | None  # growth of the process on the device outside torch's allocator
+    kernel_bytes: int | None = None  # growth outside it by the warm-up, which loads kernels; it outlives the graph
     num_nodes: int | None = None  # of the graph: kernels, copies, memory sets
     num_kernels: int | None = None  # of these, kernels
     replay_ms: float | None = None  # device time of a replay on padding alone: what the bucket costs beside attention
@@ -77,7 +79,7 @@ class StartupRecord:
     disabled_buckets: tuple[int, ...]  # captured, and failed the parity check
     ledger: MemoryLedger
     seconds: dict[str, float]  # start-up verb -> duration
-    kv_sized_by: str  # limit: memory ran out | use: more could not be used | request: the size was stated
+    kv_sized_by: str  # one of the constants above
     num_full_requests: int  # requests of max_model_len tokens that the KV cache holds at once
     dropped_buckets: tuple[int, ...] = ()  # asked for, and left out for want of memory
     kv_estimate_error_bytes: int | None = None  # measured graph bytes minus those rehearsed; None without rehearsal

@@ -43,7 +43,7 @@ def expected_batches(config: Config, items: Sequence[WorkItem], memory: "MemoryP
     """The batches of these requests in the KV cache of `memory`, which at most `max_running` share at once."""
     num_tokens = accumulate(item.params.max_tokens for item in items)
     chosen = [item for item, total in zip(items, num_tokens, strict=True) if total <= MAX_TOKENS] or items[:1]
-    allocator = BlockAllocator(memory.num_blocks, memory.block_size, config.kv.prefix_cache)
+    allocator = BlockAllocator(memory.num_blocks, memory.geometry.block_size, config.kv.prefix_cache)
     scheduler = make_scheduler(config.scheduler, allocator, config.model.max_model_len, max_running)
     plans: list[StepPlan] = []
     rejections: list[str] = []

@@ -5,7 +5,6 @@ memory, so nothing is counted that the engine would not allocate. A policy order
 only a run can measure (activations, the CUDA context, graphs that no run has recorded) counts as nothing, and is named.
 """
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from engine.graph.decode_profile import load_profile
 from engine.graph.static_batch import StaticBatch
 from engine.graph.tuner import graph_bytes
 from engine.kernels.attention import choose_attention
+from engine.memory.geometry import KVGeometry
 from engine.memory.policies import KV_MEMORY_POLICIES
 from engine.model.decoder import Decoder
 from engine.model.source import ModelSource, find_directory, resolve_model
@@ -41,30 +41,23 @@ class MemoryPlan:
     buffer_bytes: int  # of the decode step and of the rows of live requests
     graph_bytes: int | None  # as an earlier run measured them; None: not known
     kv_policy: str
-    block_size: int
-    kv_bytes_per_token: int
+    geometry: KVGeometry
     num_blocks: int
-    num_useful_blocks: int  # for max_num_seqs requests of max_model_len tokens
-    max_model_len: int
     choices: dict[str, str]  # setting -> what `auto` becomes, and why
 
     @property
-    def block_bytes(self) -> int:
-        return self.block_size * self.kv_bytes_per_token
-
-    @property
     def kv_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        return self.num_blocks * self.geometry.block_bytes
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the KV cache holds."""
-        return self.num_blocks * self.block_size
+        return self.num_blocks * self.geometry.block_size
 
     @property
     def num_full_requests(self) -> int:
-        """Requests of max_model_len tokens that it holds at once; the last token of each is never stored."""
-        return self.num_blocks // max(1, math.ceil((self.max_model_len - 1) / self.block_size))
+        """Requests of max_model_len tokens that it holds at once."""
+        return self.geometry.num_full_requests(self.num_blocks)
 
 
 def plan_memory(config: Config, buckets: BucketTable | None) -> MemoryPlan:
@@ -77,24 +70,23 @@ def plan_memory(config: Config, buckets: BucketTable | None) -> MemoryPlan:
     choices = {"model.dtype": str(source.dtype).removeprefix("torch."), "kernels.attention": reason}
     block_size = choose_block_size(config.kv, attention, choices)
     kv_policy = choose_kv_policy(config.kv, device, choices)
-    table_width = math.ceil(config.model.max_model_len / block_size)
+    geometry = KVGeometry(block_size, arch.kv_bytes_per_token(source.dtype.itemsize), config.model.max_model_len,
+                          config.scheduler.max_num_seqs)
     decoder = Decoder(arch, attention, source.dtype, META, config.model.max_model_len)
-    rows = RequestRows(config.scheduler.max_num_seqs, table_width, block_size, META)
+    rows = RequestRows(config.scheduler.max_num_seqs, geometry.table_width, block_size, META)
     static = StaticBatch(config.scheduler.max_num_seqs, rows, arch.hidden_size, arch.vocab_size, source.dtype, META)
-    block_bytes = block_size * arch.kv_bytes_per_token(source.dtype.itemsize)
     device_bytes = _device_bytes(config, device.type)
     startup = _PaperStartup(config.kv, device_bytes, decoder.num_bytes + static.num_bytes + rows.num_bytes,
-                            _graph_bytes(config, buckets, device.type), block_size, block_bytes)
+                            _graph_bytes(config, buckets, device.type), geometry)
     KV_MEMORY_POLICIES[kv_policy].run(startup)
-    num_useful_blocks = config.scheduler.max_num_seqs * table_width
-    num_blocks = max(0, startup.kv_bytes // block_bytes)
+    num_blocks = max(0, startup.kv_bytes // geometry.block_bytes)
     return MemoryPlan(
         source=source, device_type=device.type, device_bytes=device_bytes,
         limit_bytes=None if kv_policy == "fixed" else startup.limit_bytes, num_parameters=decoder.num_parameters,
         weight_bytes=decoder.num_bytes, buffer_bytes=static.num_bytes + rows.num_bytes, graph_bytes=startup.graph_bytes,
-        kv_policy=kv_policy, block_size=block_size, kv_bytes_per_token=block_bytes // block_size,
-        num_blocks=num_blocks if config.kv.is_size_stated else min(num_blocks, num_useful_blocks),
-        num_useful_blocks=num_useful_blocks, max_model_len=config.model.max_model_len, choices=choices)
+        kv_policy=kv_policy, geometry=geometry,
+        num_blocks=num_blocks if config.kv.is_size_stated else min(num_blocks, geometry.num_useful_blocks),
+        choices=choices)
 
 
 def model_source(config: ModelConfig, device_type: str) -> ModelSource:
@@ -132,15 +124,15 @@ def _graph_bytes(config: Config, buckets: BucketTable | None, device_type: str) 
 
 
 class _PaperStartup:
-    """The verbs of `engine.memory.policy.Startup`, with what is known before anything is loaded."""
+    """The verbs of `engine.memory.policies.base.Startup`, with what is known before anything is loaded."""
 
-    def __init__(self, kv: KVConfig, device_bytes: int, resident_bytes: int, graph_bytes: int | None, block_size: int,
-                 block_bytes: int) -> None:
+    def __init__(self, kv: KVConfig, device_bytes: int, resident_bytes: int, graph_bytes: int | None,
+                 geometry: KVGeometry) -> None:
         self.limit_bytes = kv.limit_bytes(device_bytes)
         self.graph_bytes = graph_bytes
         self.kv_bytes = 0
         self._kv, self._resident_bytes = kv, resident_bytes
-        self._block_size, self._block_bytes = block_size, block_bytes
+        self._geometry = geometry
 
     def load(self) -> None:
         pass
@@ -151,14 +143,17 @@ class _PaperStartup:
     def rehearse_capture(self) -> int:
         return self.graph_bytes or 0
 
+    def reserve(self) -> None:
+        pass
+
     def available_bytes(self) -> int:
         return self.limit_bytes - self._resident_bytes
 
     def stated_bytes(self) -> int:
-        return self._kv.stated_bytes(self._block_size, self._block_bytes)
+        return self._kv.stated_bytes(self._geometry.block_size, self._geometry.block_bytes)
 
     def allocate(self, num_bytes: int) -> None:
         self.kv_bytes = num_bytes
 
     def capture(self) -> None:
-        pass
+        self._resident_bytes += self.graph_bytes or 0

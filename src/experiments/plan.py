@@ -169,17 +169,19 @@ def _memory_conflicts(config: Config, memory: MemoryPlan) -> list[str]:
     max_num_seqs, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
     needed = memory.weight_bytes + memory.buffer_bytes + memory.kv_bytes + (memory.graph_bytes or 0)
     found = []
-    if memory.num_blocks < 1:
+    needed_blocks = 1 if memory.limit_bytes is None else memory.geometry.blocks_per_full_request
+    if memory.num_blocks < needed_blocks:
         limit = memory.limit_bytes if memory.limit_bytes is not None else memory.device_bytes
-        found.append(f"no KV block of {memory.block_bytes / MIB:.1f} MiB fits, so the run would be refused: "
-                     f"weights {memory.weight_bytes / GIB:.1f} GiB, buffers {memory.buffer_bytes / GIB:.2f} GiB, "
-                     f"limit {limit / GIB:.1f} GiB")
+        smallest = "a block" if memory.limit_bytes is None else f"one request of model.max_model_len={max_model_len}"
+        found.append(f"{needed_blocks * memory.geometry.block_bytes / MIB:.1f} MiB of KV, {smallest}, do not fit, so "
+                     f"the run would be refused: weights {memory.weight_bytes / GIB:.1f} GiB, buffers "
+                     f"{memory.buffer_bytes / GIB:.2f} GiB, limit {limit / GIB:.1f} GiB")
     elif memory.num_full_requests < 1:
         found.append(f"the KV cache holds {memory.num_tokens:,} tokens, below one request of "
                      f"model.max_model_len={max_model_len}: longer requests are rejected")
     elif memory.num_full_requests < max_num_seqs:
         found.append(f"scheduler.max_num_seqs={max_num_seqs} requests of model.max_model_len={max_model_len} would "
-                     f"take {memory.num_useful_blocks:,} KV blocks and {memory.num_blocks:,} fit: beyond "
+                     f"take {memory.geometry.num_useful_blocks:,} KV blocks and {memory.num_blocks:,} fit: beyond "
                      f"{memory.num_full_requests:,} such requests, others wait or are preempted")
     if needed > memory.device_bytes:
         found.append(f"weights, buffers, graphs and KV cache take {needed / GIB:.1f} GiB and the device has "

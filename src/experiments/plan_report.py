@@ -55,12 +55,13 @@ def memory_table(plan: RunPlan) -> Table:
     table.add_row("buffers of the decode step", format_value(memory.buffer_bytes, "bytes"))
     table.add_row("graphs", "not known" if memory.graph_bytes is None else format_value(memory.graph_bytes, "bytes"))
     table.add_section()
-    table.add_row("KV of a token", f"{memory.kv_bytes_per_token:,} bytes")
-    table.add_row("KV of a block", f"{format_value(memory.block_bytes, 'bytes')}, {memory.block_size:,} tokens")
+    table.add_row("KV of a token", f"{memory.geometry.bytes_per_token:,} bytes")
+    geometry = memory.geometry
+    table.add_row("KV of a block", f"{format_value(geometry.block_bytes, 'bytes')}, {geometry.block_size:,} tokens")
     table.add_row("KV cache", f"{'at most ' if memory.limit_bytes is not None else ''}"
                               f"{format_value(memory.kv_bytes, 'bytes')}, kv.policy={memory.kv_policy}")
     table.add_row("tokens that fit", f"{memory.num_tokens:,} in {memory.num_blocks:,} blocks")
-    table.add_row(f"requests of {memory.max_model_len:,} tokens that fit", f"{memory.num_full_requests:,}")
+    table.add_row(f"requests of {memory.geometry.max_model_len:,} tokens that fit", f"{memory.num_full_requests:,}")
     table.add_section()
     for setting, choice in memory.choices.items():
         table.add_row(setting, Text(choice))

@@ -79,7 +79,7 @@ def test_the_plan_is_what_the_engine_then_does(kv):
     with Engine(config, on_stage=lambda stage: None) as engine:
         startup = engine.startup
     memory = plan.memory
-    assert (memory.num_blocks, memory.block_size, memory.kv_bytes, memory.kv_bytes_per_token, memory.num_parameters) \
+    assert (memory.num_blocks, memory.geometry.block_size, memory.kv_bytes, memory.geometry.bytes_per_token, memory.num_parameters) \
         == (startup.num_kv_blocks, startup.block_size, startup.kv_bytes, startup.kv_bytes_per_token,
             startup.num_parameters)
     assert memory.weight_bytes == next(entry.measured_bytes for entry in startup.ledger if entry.part == "weights")
@@ -186,7 +186,7 @@ def test_a_gpu_is_planned_for_where_there_is_none(monkeypatch):
     assert (memory.device_type, memory.kv_policy) == ("cuda", "profile_then_allocate")
     assert (memory.device_bytes, memory.limit_bytes) == (140 * GIB, 70 * GIB)
     assert memory.choices["model.dtype"] == "bfloat16"
-    assert memory.num_blocks == memory.num_useful_blocks, "the tiny model's worst case fits"
+    assert memory.num_blocks == memory.geometry.num_useful_blocks, "the tiny model's worst case fits"
     with pytest.raises(ValueError, match=r"plan\.device_bytes=\.\.\. plans for one"):
         machine.check_machine(replace(config, device="cuda", plan=PlanConfig()))
     with pytest.raises(ValueError, match=r"kv\.memory_fraction=0\.5 is a share of a GPU's memory"):
@@ -205,8 +205,8 @@ def test_the_cache_of_a_gpu_is_what_weights_buffers_and_known_graphs_leave(tmp_p
     known = make_plan(planned(graph=replace(graph, histogram=str(tmp_path)), **sections)).memory
     assert known.graph_bytes == 10 << 20, "the smallest graphs take as much, and the largest brings the pool"
     left = (1 << 26) - memory.weight_bytes - memory.buffer_bytes
-    assert memory.num_blocks == left // memory.block_bytes
-    assert known.num_blocks == (left - (10 << 20)) // memory.block_bytes
+    assert memory.num_blocks == left // memory.geometry.block_bytes
+    assert known.num_blocks == (left - (10 << 20)) // memory.geometry.block_bytes
 
 
 def test_without_a_tokenizer_the_batches_of_texts_are_left_out_and_it_is_said():

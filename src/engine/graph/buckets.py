@@ -123,3 +123,17 @@ class BucketTable:
         span = f"{first}" if first == max_num_seqs else f"{first} to {max_num_seqs}"
         return (f"batches of {span} requests run eager: the largest bucket is {self.largest}, "
                 f"scheduler.max_num_seqs is {max_num_seqs}")
+
+
+def least_valuable(sizes: Collection[int]) -> int:
+    """The size, never the largest, whose loss adds the least padding were all batch sizes equally likely.
+
+    The batches that it served, as many as its distance to the size below, would go to the one above. ValueError for
+    fewer than two sizes.
+    """
+    ordered = sorted(sizes)
+    if len(ordered) < 2:
+        raise ValueError(f"of two or more sizes one can go; got {ordered}")
+    neighbours = zip((0, *ordered[:-2]), ordered[:-1], ordered[1:], strict=True)
+    added = {size: (size - below) * (above - size) for below, size, above in neighbours}
+    return min(added, key=lambda size: (added[size], size))

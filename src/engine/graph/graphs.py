@@ -9,13 +9,16 @@ largest has sized; any order is safe.
 import gc
 import random
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from engine.decode_step import SCOPE_STAGES, STAGES, DecodeStep, StepHints
 from engine.graph.recorder import EMULATED, Recorder, Recording
 from engine.memory.gauge import MemoryGauge
+from engine.memory.shortage import is_out_of_memory
 from engine.records import BucketRecord
+
+ChooseLoss = Callable[[Sequence[int]], int]  # which of these batch sizes is done without
 
 
 def capture_order(order: str | Sequence[int], sizes: Sequence[int], seed: int) -> list[int]:
@@ -55,11 +58,36 @@ class DecodeGraphs:
         self._num_warmup_runs = num_warmup_runs
         self._recordings: dict[int, Recording] = {}
 
-    def capture(self, batch_sizes: Sequence[int]) -> tuple[BucketRecord, ...]:
-        """Capture the sizes in this order; returns a record for each, in ascending order of size."""
+    def capture(self, batch_sizes: Sequence[int], choose_loss: ChooseLoss) -> tuple[BucketRecord, ...]:
+        """Capture the sizes in this order; returns a record for each, in ascending order of size.
+
+        Where the device runs out of memory, the size that `choose_loss` names among all is given up.
+        """
+        records: dict[int, BucketRecord] = {}
+        waiting = list(batch_sizes)
         with frozen_garbage_collection():
-            records = [self._capture_one(size) for size in batch_sizes]
-        return tuple(sorted(records, key=lambda record: record.batch_size))
+            while waiting:
+                if (record := self._try_to_capture(waiting[0])) is not None:
+                    records[waiting.pop(0)] = record
+                    continue
+                lost = choose_loss([*records, *waiting])
+                if lost in records:
+                    del records[lost]
+                    self.drop([lost])
+                else:
+                    waiting.remove(lost)
+                self._gauge.trim()
+        return tuple(sorted(records.values(), key=lambda record: record.batch_size))
+
+    def _try_to_capture(self, size: int) -> BucketRecord | None:
+        """The record; None if the device has too little memory. No reference to the error is kept: it would hold
+        tensors."""
+        try:
+            return self._capture_one(size)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
 
     def _capture_one(self, size: int) -> BucketRecord:
         # Padding alone: it writes nothing, whatever a stage does, and no stage depends on what the rows hold.
@@ -70,20 +98,18 @@ class DecodeGraphs:
         def work() -> None:
             step.run(stages, size)
 
-        start_s = time.perf_counter()
+        gauge = self._gauge
+        before, start_s = gauge.outside_bytes(), time.perf_counter()
         self._recorder.warm_up(work, self._num_warmup_runs)
         warmup_s = time.perf_counter() - start_s
-        reserved, used = self._gauge.reserved_bytes(), self._gauge.used_bytes()
-        start_s = time.perf_counter()
+        warm, reserved, start_s = gauge.outside_bytes(), gauge.reserved_bytes(), time.perf_counter()
         recording = self._recorder.record(work)
         capture_s = time.perf_counter() - start_s
-        pool_bytes = outside_bytes = None
+        sizes: tuple[int | None, ...] = (None, None, None)
         if self._recorder.name != EMULATED:
-            pool_bytes = self._gauge.reserved_bytes() - reserved
-            outside_bytes = self._gauge.used_bytes() - used - pool_bytes
+            sizes = gauge.reserved_bytes() - reserved, gauge.outside_bytes() - warm, warm - before
         self._recordings[size] = recording
-        return BucketRecord(size, warmup_s, capture_s, pool_bytes, outside_bytes,
-                            **vars(self._recorder.facts(recording)))
+        return BucketRecord(size, warmup_s, capture_s, *sizes, **vars(self._recorder.facts(recording)))
 
     @property
     def replay_kind(self) -> str:

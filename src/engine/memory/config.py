@@ -7,6 +7,8 @@ from engine.checks import check_choice, check_range
 from engine.memory.policies import KV_MEMORY_POLICIES
 
 KV_POLICIES = ("auto", *KV_MEMORY_POLICIES)
+REHEARSALS = ("two_largest", "all")
+ON_SHORTAGE = ("error", "drop_buckets")
 MAX_KV_SIZE = 2**47  # bytes, tokens or blocks: what a processor can address
 DEFAULT_MEMORY_FRACTION = 0.9
 DEFAULT_CPU_KV_BYTES = 1 << 30
@@ -16,16 +18,23 @@ DEFAULT_CPU_KV_BYTES = 1 << 30
 class KVConfig:
     """How much memory the KV cache gets, and when that is decided."""
 
-    policy: str = "auto"  # auto: fixed on a CPU, profile_then_allocate on a GPU
+    policy: str = "auto"  # auto: fixed on a CPU, capture_then_allocate on a GPU
     memory_fraction: Optional[float] = None  # of the device's total; 0.9 when no size is given
     bytes: Optional[int] = None
     tokens: Optional[int] = None
     num_blocks: Optional[int] = None
     block_size: Any = "auto"  # tokens a block; auto: 256 for flash_attn, 128 for reference, 64 for triton
     prefix_cache: bool = True
+    rehearse: str = "two_largest"  # or all: the buckets that profile_then_allocate captures for measure
+    on_shortage: str = "error"  # or drop_buckets: the least valuable graphs go until the rest fits
 
     def __post_init__(self) -> None:
         check_choice("kv.policy", self.policy, KV_POLICIES)
+        check_choice("kv.rehearse", self.rehearse, REHEARSALS)
+        check_choice("kv.on_shortage", self.on_shortage, ON_SHORTAGE)
+        if self.rehearse != "two_largest" and self.policy != "profile_then_allocate":
+            raise ValueError(f"kv.rehearse={self.rehearse} belongs to kv.policy=profile_then_allocate; got "
+                             f"kv.policy={self.policy}, which rehearses nothing")
         sizes = {name: value for name in ("memory_fraction", "bytes", "tokens", "num_blocks")
                  if (value := getattr(self, name)) is not None}
         if len(sizes) > 1:
@@ -38,7 +47,7 @@ class KVConfig:
             raise ValueError(f"kv.memory_fraction must be a number in (0, 1]; got {fraction!r}")
         if self.policy == "fixed" and "memory_fraction" in sizes:
             raise ValueError("kv.policy=fixed takes kv.bytes, kv.tokens or kv.num_blocks, not kv.memory_fraction")
-        if self.policy in ("allocate_first", "profile_then_allocate") and sizes.keys() - {"memory_fraction"}:
+        if self.policy not in ("auto", "fixed") and sizes.keys() - {"memory_fraction"}:
             raise ValueError(f"kv.policy={self.policy} sizes the cache itself from kv.memory_fraction; "
                              f"kv.{next(iter(sizes))} belongs to kv.policy=fixed")
         if self.block_size != "auto":

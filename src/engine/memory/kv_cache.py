@@ -4,6 +4,7 @@ A block holds all layers of its tokens, so the cache grows by whole blocks and i
 A layer's keys are a strided view of it.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +23,18 @@ class KVCache:
     def allocate(cls, arch: Architecture, num_blocks: int, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> "KVCache":
         """A cache of `num_blocks` blocks of `block_size` tokens, uninitialised."""
-        shape = (num_blocks, arch.num_hidden_layers, 2, block_size, arch.num_key_value_heads, arch.head_dim)
-        return cls(torch.empty(shape, dtype=dtype, device=device))
+        return cls(torch.empty(_shape(arch, num_blocks, block_size), dtype=dtype, device=device))
+
+    @classmethod
+    def over(cls, memory: torch.Tensor, arch: Architecture, num_blocks: int, block_size: int,
+             dtype: torch.dtype) -> "KVCache":
+        """A cache of `num_blocks` blocks in the first bytes of `memory`, which must outlive it."""
+        shape = _shape(arch, num_blocks, block_size)
+        return cls(memory[:math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+
+    def first(self, num_blocks: int) -> "KVCache":
+        """Its first blocks, at the same addresses."""
+        return KVCache(self.blocks_NLPSKD[:num_blocks])
 
     @property
     def num_blocks(self) -> int:
@@ -42,3 +53,7 @@ class KVCache:
         """Each layer's keys and values as views."""
         blocks = self.blocks_NLPSKD
         return tuple(LayerCache(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(blocks.shape[1]))
+
+
+def _shape(arch: Architecture, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    return num_blocks, arch.num_hidden_layers, 2, block_size, arch.num_key_value_heads, arch.head_dim

@@ -7,7 +7,7 @@ driver reports beyond their sum is stated as unexplained, and is not a part.
 
 from dataclasses import dataclass
 
-# Parts of the device memory of a process, in the order in which they come to be. They add up to what its driver reports.
+# Parts of a process's device memory, in the order in which they come to be; they add up to what its driver reports.
 LEDGER_PARTS = {
     "context": "the CUDA context, as a bare process of its own has it",
     "before_start": "held by this process before the engine: libraries and kernels of earlier work",
@@ -22,7 +22,9 @@ LEDGER_PARTS = {
     "activations": "live tensors of a step beyond what stays",
     "allocator_cache": "held by torch's allocator and in no tensor: rounding, and blocks kept for the next step",
 }
-READY, RUN_PEAK = "ready", "run_peak"  # LedgerPhase.phase: the end of start-up, and the peak of what followed
+# LedgerPhase.phase, beside the verbs of start-up: before it, at its end, and the peak of what followed.
+START, READY, RUN_PEAK = "start", "ready", "run_peak"
+NVML, NONE, EMULATED = "nvml", "none", "emulated"  # MemoryLedger.source
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class MemoryLedger:
 
     total_bytes: int  # of the device
     limit_bytes: int | None  # most of it that may be in use, by whomever; None: the KV cache has a stated size
-    source: str  # whose figure process_bytes is: nvml | none | emulated
+    source: str  # whose figure process_bytes is: NVML's, nobody's, or that of a CPU which stands in for a device
     planned: dict[str, int]  # part -> bytes, as the policy had them when it sized the KV cache
     phases: tuple[LedgerPhase, ...]
 

@@ -11,13 +11,16 @@ class Startup(Protocol):
     """The verbs that a policy orders. All sizes are bytes on the device."""
 
     def load(self) -> None:
-        """Put the weights on the device."""
+        """Put the weights on the device; ValueError with the sum where these alone leave too little for the cache."""
 
     def profile_forward(self) -> int:
         """Run the largest prefill and the largest sampling batch; returns their peak above what stays allocated."""
 
     def rehearse_capture(self) -> int:
         """Capture some graphs against a stand-in cache and drop them; returns what all of them are expected to take."""
+
+    def reserve(self) -> None:
+        """Reserve addresses for the largest cache of use, with memory for no more than a stand-in behind them."""
 
     def available_bytes(self) -> int:
         """What the limit leaves now: limit - in use - the profiled peak. Negative when it is overdrawn."""
@@ -26,7 +29,8 @@ class Startup(Protocol):
         """The size that kv.bytes, kv.tokens or kv.num_blocks states."""
 
     def allocate(self, num_bytes: int) -> None:
-        """Allocate as many whole KV blocks as `num_bytes` holds; ValueError with the sum when that is none."""
+        """Take as many whole KV blocks as `num_bytes` holds, behind reserved addresses where there are any; ValueError
+        with the sum when these are too few."""
 
     def capture(self) -> None:
         """Capture a graph for every bucket."""
