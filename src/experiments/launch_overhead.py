@@ -8,7 +8,7 @@ on an idle GPU. Without CUDA nothing is launched: what does not exist stays empt
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +74,8 @@ def measure(config: Config, report: Report) -> Finished:
         tables, notes = measure_on(engine, probe, plan, report)
         seconds["measure"] = time.perf_counter() - start_s
         records = EngineRecords(warnings=list(engine.records.warnings))
-        return Finished(engine.startup, records, (), engine.memory_snapshot(), {}, seconds, process_facts(),
+        startup = replace(engine.startup, ledger=engine.memory_ledger())
+        return Finished(startup, records, (), engine.memory_snapshot(), {}, seconds, process_facts(),
                         tables=tables, notes=(*plan.notes, *notes))
 
 

@@ -71,6 +71,16 @@ METRICS: dict[str, Metric] = {
     "kv/num_blocks": Metric("blocks", "blocks of the KV cache"),
     "kv/num_prefix_hit_tokens": Metric("tokens", "prompt tokens found in the prefix cache"),
     "kv/prefix_hit_rate": Metric("share", "prompt tokens found in the prefix cache, of all prompt tokens"),
+    "kv/num_tokens": Metric("tokens", "tokens that the KV cache holds"),
+    "kv/num_full_requests": Metric("requests", "requests of model.max_model_len tokens that fit at once"),
+    "graph/num_dropped_buckets": Metric("graphs", "buckets left out for want of memory"),
+    "graph/estimate_error_bytes": Metric("bytes", "graphs as measured minus as rehearsed"),
+    "memory/overrun_bytes": Metric("bytes", "how far the device's use exceeded kv.memory_fraction of it at most"),
+    "memory/unused_bytes": Metric("bytes", "what kv.memory_fraction leaves after start-up beside planned activations"),
+    "memory/unexplained_bytes": Metric("bytes", "the driver's figure for the process minus the ledger's parts, in the "
+                                                "phase where they differ most"),
+    "memory/process_bytes": Metric("bytes", "of this process on the device at its peak, as the driver reports"),
+    "memory/other_processes_bytes": Metric("bytes", "in use on the device by other processes, at the peak"),
     "memory/kv_cache_bytes": Metric("bytes", "size of the KV cache"),
     "memory/allocated_bytes": Metric("bytes", "in live tensors at the end, by torch's allocator"),
     "memory/peak_bytes": Metric("bytes", "most in live tensors while serving, by torch's allocator"),
@@ -88,12 +98,30 @@ def compute_metrics(steps: Sequence[StepRecord], requests: Sequence[RequestRecor
         **graph_metrics(steps, startup),
         **(served_metrics(steps, requests) if requests else {}),
         **kv_metrics(steps, requests, startup),
+        **ledger_metrics(startup),
         "startup/total_s": startup.total_s,
         "memory/kv_cache_bytes": startup.kv_bytes,
         **{name: value for key, value in memory.items() if (name := f"memory/{key}") in METRICS},
     }
     assert values.keys() <= METRICS.keys(), f"without a definition: {values.keys() - METRICS.keys()}"
     return values
+
+
+def ledger_metrics(startup: StartupRecord) -> dict[str, float]:
+    """What the ledger comes to; figures that the device does not report are left out."""
+    ledger = startup.ledger
+    values = {
+        "kv/num_tokens": startup.num_kv_blocks * startup.block_size,
+        "kv/num_full_requests": startup.num_full_requests,
+        "graph/num_dropped_buckets": len(startup.dropped_buckets),
+        "graph/estimate_error_bytes": startup.kv_estimate_error_bytes,
+        "memory/overrun_bytes": ledger.overrun_bytes,
+        "memory/unused_bytes": ledger.unused_bytes,
+        "memory/unexplained_bytes": ledger.unexplained_bytes,
+        "memory/process_bytes": ledger.last.process_bytes,
+        "memory/other_processes_bytes": ledger.last.other_bytes,
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def served_metrics(steps: Sequence[StepRecord], requests: Sequence[RequestRecord]) -> dict[str, float]:

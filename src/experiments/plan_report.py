@@ -7,8 +7,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from experiments.formatting import format_value
 from experiments.plan import BucketUse, RunPlan, bucket_policy, bucket_use, size_list, uniform_padding
-from experiments.report import format_value
 
 MAX_BUCKETS = 24  # rows; of more, those with the fewest steps are added up
 

@@ -7,9 +7,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from engine.records import LedgerEntry, RequestRecord, StartupRecord, StepRecord
+from engine.records import RequestRecord, StartupRecord, StepRecord
 from engine.units import MIB
 from experiments.launch_plots import launch_plots
+from experiments.memory_plots import memory_waterfall
 from experiments.messages import Finished
 from experiments.metrics import latency_samples
 from experiments.tables import BUCKETS
@@ -67,25 +68,6 @@ def latency_histograms(requests: Sequence[RequestRecord]) -> Figure:
     return figure
 
 
-def memory_ledger(ledger: Sequence[LedgerEntry]) -> Figure:
-    """Planned beside measured MiB of each part of device memory; parts that were not planned have one bar."""
-    figure = Figure(figsize=(9, 1.2 + 0.5 * len(ledger)), layout="constrained")
-    axes = figure.subplots()
-    places = range(len(ledger))
-    measured = [entry.measured_bytes / MIB for entry in ledger]
-    bars = axes.barh([place - 0.2 for place in places], measured, 0.4, label="measured")
-    axes.bar_label(bars, fmt="{:,.0f}", padding=3)
-    planned = [(place + 0.2, entry.planned_bytes / MIB) for place, entry in zip(places, ledger, strict=True)
-               if entry.planned_bytes is not None]
-    axes.barh([place for place, _ in planned], [size for _, size in planned], 0.4, label="planned", color="tab:gray")
-    axes.set_yticks(list(places), [entry.part for entry in ledger])
-    axes.set_xlabel("MiB")
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.legend()
-    return figure
-
-
 def buckets(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """What each captured bucket cost in memory and in start-up time, and how often it was replayed, side by side.
 
@@ -124,7 +106,7 @@ def _stack(axes: Axes, rows: Sequence[Mapping[str, Any]], parts: Mapping[str, st
 def save_plots(directory: Path, finished: Finished, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Path]:
     """Draw every figure that a run has something for and save it as PNG in `directory`; returns the files."""
     records, startup = finished.records, finished.startup
-    figures = {"memory": memory_ledger(startup.ledger)}
+    figures = {"memory": memory_waterfall(startup.ledger)}
     if records.steps:
         figures["steps"] = steps_over_time(records.steps, startup)
     if records.requests:

@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.records import ParityRecord, StartupRecord
+from experiments.formatting import format_value
+from experiments.memory_report import memory_table
 from experiments.messages import Answer, Failed, Finished, Outcome
 from experiments.metrics import LATENCIES, METRICS
 from experiments.result import RunResult
@@ -40,25 +42,6 @@ GRAPH_ROWS = {
     "bytes inside the pool": "graph/pool_bytes",
     "bytes outside torch's allocator": "graph/outside_bytes",
 }
-MEMORY_ROWS = {
-    "KV cache": "memory/kv_cache_bytes",
-    "KV blocks in use, peak": "kv/used_share_peak",
-    "live tensors, peak while serving": "memory/peak_bytes",
-    "device in use": "memory/device_used_bytes",
-    "process, peak": "memory/peak_rss_bytes",
-}
-
-
-def format_value(value: float | None, unit: str) -> str:
-    """A number with its unit for a person: bytes in MiB or GiB, shares in percent; a dash for None."""
-    if value is None:
-        return "-"
-    if unit == "bytes":
-        return f"{value / 2**30:,.2f} GiB" if abs(value) >= 2**30 else f"{value / 2**20:,.1f} MiB"
-    if unit == "share":
-        return f"{value:.1%}"
-    number = f"{value:,}" if isinstance(value, int) else f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{number} {unit}" if unit in ("ms", "s", "tokens/s", "requests/s") else number
 
 
 def print_run(console: Console, result: RunResult, outcome: Outcome, directory: Path) -> None:
@@ -80,7 +63,7 @@ def finished_parts(result: RunResult, finished: Finished) -> list[RenderableType
     if any(answer.text for answer in finished.answers):
         parts.append(answers_table(finished.answers))
     parts += [metrics_table("Throughput", result, THROUGHPUT_ROWS), latency_table(result)] if finished.answers else []
-    parts += [memory_table(result, finished.startup), startup_table(finished.startup)]
+    parts += [memory_table(result.metrics, finished.startup), startup_table(finished.startup)]
     parts += [graphs_table(result, finished.startup)] if finished.startup.buckets else []
     parts += [rows_table(name, rows) for name, rows in result.tables.items()
               if rows and (name in finished.tables or (name == DECODE_BATCHES and is_ladder(result)))]
@@ -132,20 +115,6 @@ def latency_table(result: RunResult) -> Table:
     return table
 
 
-def memory_table(result: RunResult, startup: StartupRecord) -> Table:
-    """The ledger, planned beside measured, and what was in use at most."""
-    table = Table("Memory", "planned", "measured", box=SIMPLE)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for entry in startup.ledger:
-        sizes = (format_value(size, "bytes") for size in (entry.planned_bytes, entry.measured_bytes))
-        table.add_row(entry.part.replace("_", " "), *sizes)
-    table.add_section()
-    _add_metrics(table, result, MEMORY_ROWS, "")
-    table.add_row("KV blocks", "", f"{startup.num_kv_blocks:,} of {startup.block_size:,} tokens")
-    return table
-
-
 def startup_table(startup: StartupRecord) -> Table:
     """Seconds of each part of start-up, and what every `auto` became."""
     table = Table("Start-up", "", box=SIMPLE)
@@ -173,8 +142,9 @@ def graphs_table(result: RunResult, startup: StartupRecord) -> Table:
                                              f"the largest bucket")
     if startup.parity:
         table.add_row("parity with eager", parity_text(startup.parity))
-    if startup.disabled_buckets:
-        table.add_row("disabled", Text(", ".join(map(str, startup.disabled_buckets)), style="red"))
+    for why, lost in (("disabled", startup.disabled_buckets), ("dropped for want of memory", startup.dropped_buckets)):
+        if lost:
+            table.add_row(why, Text(", ".join(map(str, lost)), style="red"))
     table.add_section()
     for way, count in result.steps_by_path.items():
         table.add_row(f"steps, {way.replace('_', ' ')}", f"{count:,}")
@@ -237,7 +207,7 @@ def _table(title: str) -> Table:
     return table
 
 
-def _add_metrics(table: Table, result: RunResult, rows: dict[str, str], *between: str) -> None:
+def _add_metrics(table: Table, result: RunResult, rows: dict[str, str]) -> None:
     for text, name in rows.items():
         if name in result.metrics:
-            table.add_row(text, *between, format_value(result.metrics[name], METRICS[name].unit))
+            table.add_row(text, format_value(result.metrics[name], METRICS[name].unit))

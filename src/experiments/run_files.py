@@ -93,7 +93,8 @@ def read_steps(directory: Path) -> list[StepRecord]:
     import pandas
 
     rows = pandas.read_parquet(directory / STEPS_FILE).astype(object).to_dict("records")
-    return [StepRecord(**{**row, "bucket": None if pandas.isna(row["bucket"]) else row["bucket"]}) for row in rows]
+    named = [{str(column): value for column, value in row.items()} for row in rows]
+    return [StepRecord(**{**row, "bucket": None if pandas.isna(row["bucket"]) else row["bucket"]}) for row in named]
 
 
 def read_requests(directory: Path) -> list[RequestRecord]:

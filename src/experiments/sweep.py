@@ -13,16 +13,23 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
+from experiments.formatting import format_value
 from experiments.launch_model import MODEL_TABLE
 from experiments.metrics import METRICS
 from experiments.paths import PLOTS_DIRECTORY
-from experiments.report import format_value
 from experiments.result import RESULT_FILE, RunResult, read_result, write_csv, write_json
 from experiments.run_files import CONFIG_FILE
 from experiments.tables import DECODE_BATCHES
 
 SUMMARY_SCHEMA_VERSION = 1
 MAX_LABEL_CHARS = 60
+MEMORY_METRICS = {  # where settings of the KV cache differ
+    "KV tokens": "kv/num_tokens",
+    "overrun": "memory/overrun_bytes",
+    "unused": "memory/unused_bytes",
+    "rehearsal's error": "graph/estimate_error_bytes",
+    "unexplained": "memory/unexplained_bytes",
+}
 MAIN_METRICS = {
     "tokens/s": "throughput/output_throughput",
     "TTFT p50 ms": "latency/ttft_ms_p50",
@@ -141,8 +148,11 @@ def _row(sweep: Path, point: Point, differs: Mapping[str, str]) -> dict[str, Any
 
 
 def shown_metrics(results: Sequence[RunResult]) -> dict[str, str]:
-    """Those main metrics, title -> name, that any result has."""
-    return {title: name for title, name in MAIN_METRICS.items() if any(name in result.metrics for result in results)}
+    """Those main metrics, title -> name, that any result has; and those of memory where the KV cache was varied."""
+    differing = differing_overrides(results)
+    is_about_memory = any(key.partition(".")[0] == "kv" for differs in differing[:1] for key in differs)
+    metrics = {**MAIN_METRICS, **(MEMORY_METRICS if is_about_memory else {})}
+    return {title: name for title, name in metrics.items() if any(name in result.metrics for result in results)}
 
 
 def summary_table(sweep: Path, points: Sequence[Point]) -> Table:

@@ -10,13 +10,13 @@ import netrc
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from experiments.config import Config, TrackerConfig
+from experiments.memory_report import ledger_rows
 from experiments.messages import Finished
 from experiments.metrics import STATISTICS, latency_samples, summarise
 from experiments.result import RunResult, plain
@@ -142,7 +142,7 @@ class WandbTracker:
         if result.notes:
             run.notes = "\n".join(result.notes)
         tables = {name: _table(rows) for name, rows in result.tables.items() if rows}
-        tables["ledger"] = _table([asdict(entry) for entry in startup.ledger])
+        tables["ledger"] = _table(ledger_rows(startup.ledger))
         if records.requests:
             tables["latency"] = _table([{"latency": name, **dict.fromkeys(STATISTICS), **summarise(samples)}
                                         for name, samples in latency_samples(records.requests).items()])

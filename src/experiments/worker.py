@@ -49,7 +49,8 @@ def serve(config: Config, report: Report) -> Finished:
         answers = _answers(items, events)
         if all(answer.error for answer in answers):
             raise ValueError(f"none of the {len(answers)} requests could be served: {answers[0].error}")
-        return Finished(engine.startup, _counted_from(start_s, engine.records), answers,
+        startup = replace(engine.startup, ledger=engine.memory_ledger())
+        return Finished(startup, _counted_from(start_s, engine.records), answers,
                         engine.memory_snapshot(), warmup, seconds, process_facts())
 
 

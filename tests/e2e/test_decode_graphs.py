@@ -147,7 +147,7 @@ def stores_nothing(work):
     ("body", does_nothing), ("logits", does_nothing), ("step", does_nothing), ("step", does_it_twice),
     ("step", gathers_nothing), ("body", stores_nothing), ("step", stores_nothing)])
 def test_a_bucket_that_replays_wrongly_stops_the_run_or_is_dropped(monkeypatch, scope, fault, expected):
-    monkeypatch.setattr("engine.startup.make_recorder", lambda device, has_shared_pool: FaultyRecorder(fault))
+    monkeypatch.setattr("engine.graph.builder.make_recorder", lambda device, has_shared_pool: FaultyRecorder(fault))
     with pytest.raises(ValueError, match=r"graph.parity_check: .*bucket 2 with 2 live rows.*on_parity_failure=disable"):
         Engine(with_graph(scope=scope))
     tokens, startup, records = answers(with_graph(scope=scope, on_parity_failure="disable"))
@@ -162,7 +162,7 @@ def test_steps_run_eager_when_every_bucket_has_failed(monkeypatch, expected):
         def record(self, work):
             return recorder.Recording(lambda: None)
 
-    monkeypatch.setattr("engine.startup.make_recorder", lambda device, has_shared_pool: Broken())
+    monkeypatch.setattr("engine.graph.builder.make_recorder", lambda device, has_shared_pool: Broken())
     tokens, _, records = answers(with_graph(on_parity_failure="disable"))
     assert tokens == expected
     assert {step.reason for step in records.steps if step.phase == "decode"} == {"parity_failed"}
@@ -201,7 +201,8 @@ def test_stages_run_in_the_order_of_their_names():
 
 
 def test_no_graph_left_is_an_error_where_every_batch_must_have_one(monkeypatch):
-    monkeypatch.setattr("engine.startup.make_recorder", lambda device, has_shared_pool: FaultyRecorder(does_nothing))
+    monkeypatch.setattr("engine.graph.builder.make_recorder",
+                        lambda device, has_shared_pool: FaultyRecorder(does_nothing))
     scheduler = replace(CONFIG.scheduler, max_num_seqs=2, above_largest_bucket="error")
     config = replace(with_graph(on_parity_failure="disable", buckets=[2]), scheduler=scheduler)
     with mock.patch.object(FaultyRecorder, "record", lambda self, work: recorder.Recording(lambda: None)), \

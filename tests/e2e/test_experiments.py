@@ -13,7 +13,8 @@ from experiments.config import Config
 from experiments.paths import repository_root
 
 EXPERIMENTS = sorted(path.stem for path in (repository_root() / "conf" / "experiment").glob("*.yaml"))
-POINTS = {"launch_overhead": 3, "eager_vs_graph": 2, "bucket_policies": 5, "graph_scope": 3, "sampler_impl": 6}
+POINTS = {"launch_overhead": 3, "eager_vs_graph": 2, "bucket_policies": 5, "graph_scope": 3, "sampler_impl": 6,
+          "kv_policies": 12}
 SMALL = ["model=tiny", "model.max_model_len=512", "device=cpu", "tracker=none", "workload.prompt_tokens=9",
          "workload.max_tokens=4", "workload.batch_sizes=[1,3]", "graph.buckets=[1,3]", "scheduler.max_num_seqs=3"]
 

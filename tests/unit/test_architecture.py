@@ -11,7 +11,8 @@ import experiments
 ENGINE = Path(engine.__file__).parent
 EXPERIMENTS = Path(experiments.__file__).parent
 WITHOUT_TORCH = ("config.py", "request.py", "records.py", "block_allocator.py", "scheduler", "graph/buckets.py",
-                 "graph/config.py", "graph/tuner.py", "memory/config.py", "memory/policy.py", "memory/policies.py")
+                 "graph/config.py", "graph/tuner.py", "memory/config.py", "memory/policies",
+                 "memory/ledger.py", "memory/geometry.py", "memory/book.py", "graph/estimate.py")
 
 
 def imported(file: Path) -> set[str]:

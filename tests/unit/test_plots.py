@@ -4,9 +4,10 @@ import pytest
 
 from engine.records import BucketRecord
 from experiments import tables
-from experiments.plots import MIB, buckets, latency_histograms, memory_ledger, save_plots, steps_over_time
+from experiments.memory_plots import memory_waterfall
+from experiments.plots import MIB, buckets, latency_histograms, save_plots, steps_over_time
 from experiments.tables import run_tables
-from run_records import make_finished, make_measured, make_request, make_startup, make_step
+from run_records import make_finished, make_ledger, make_measured, make_request, make_startup, make_step
 
 PNG_SIGNATURE = b"\x89PNG"
 
@@ -25,10 +26,16 @@ def test_latency_histograms_count_every_value():
     assert (num_ttft, num_itl) == (2, 2)
 
 
-def test_the_ledger_has_a_bar_for_what_was_measured_and_one_for_what_was_planned():
-    measured, planned = memory_ledger(make_startup().ledger).axes[0].containers
-    assert [bar.get_width() for bar in measured] == [10, 4]
-    assert [bar.get_width() for bar in planned] == [4], "the weights were not planned"
+def test_the_waterfall_goes_from_nothing_to_what_is_in_use_part_by_part():
+    whole, small = memory_waterfall(make_ledger()).axes
+    names = [label.get_text() for label in whole.get_yticklabels()]
+    assert names == ["context", "weights", "kv cache", "activations", "unexplained", "other processes", "device in use"]
+    assert [bar.get_x() for bar in whole.patches] == [0, 5, 15, 19, 27, 28, 0]
+    assert [bar.get_width() for bar in whole.patches] == [5, 10, 4, 8, 1, 4, 32]
+    assert list(whole.lines[0].get_xdata()) == [30, 30], "the limit"
+    measured, planned = small.containers
+    assert [bar.get_width() for bar in measured] == [5, 8], "context and activations, beside the two large ones"
+    assert [bar.get_width() for bar in planned] == [5, 7]
 
 
 def test_buckets_show_bytes_seconds_and_replays_of_each():

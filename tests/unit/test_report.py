@@ -3,12 +3,14 @@
 import csv
 import io
 import json
+import re
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from engine.records import BucketRecord, ParityRecord
+from experiments.memory_report import memory_table
 from experiments.messages import Answer, Failed
 from experiments.report import (
     MAX_ANSWERS,
@@ -21,8 +23,8 @@ from experiments.report import (
     rows_table,
 )
 from experiments.result import write_result
-from experiments.sweep import collect, differing_overrides, failures, summary_table, write_summary
-from run_records import make_finished, make_result, make_startup
+from experiments.sweep import collect, differing_overrides, failures, shown_metrics, summary_table, write_summary
+from run_records import make_finished, make_ledger, make_result, make_startup
 
 
 def printed(*parts):
@@ -191,3 +193,28 @@ def test_a_sweep_without_a_finished_point_still_has_its_summary(tmp_path):
     assert "0 runs" in printed(summary_table(tmp_path, []))
     write_summary(tmp_path, [])
     assert json.loads((tmp_path / "summary.json").read_text())["points"] == []
+
+
+def test_the_memory_table_sets_the_parts_against_the_driver_the_limit_and_the_plan():
+    text = printed(memory_table({}, make_startup(kv_sized_by="limit")))
+    rows = {" ".join(cells[:-3]): cells[-3:] for line in text.splitlines()
+            if len(cells := re.split(r"\s{2,}", line.strip())) > 3}
+    assert rows["activations"] == ["7.0 MiB", "0.0 MiB", "8.0 MiB"], "planned, after start-up, at the peak"
+    sums = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
+    for row in (["sum of the parts", "19.0 MiB", "27.0 MiB"], ["this process, by its driver", "19.0 MiB", "28.0 MiB"],
+                ["unexplained", "0.0 MiB", "1.0 MiB"], ["other processes", "3.0 MiB", "4.0 MiB"],
+                ["overrun", "2.0 MiB"], ["unused", "1.0 MiB"], ["KV tokens", "1,024"],
+                ["size of the KV cache", "all that the limit leaves"]):
+        assert row in sums, text
+
+
+def test_a_device_that_is_emulated_and_a_driver_without_figures_are_named():
+    for source, words in (("emulated", "a CPU stands in"), ("none", "the driver reports no figure")):
+        assert words in printed(memory_table({}, make_startup(ledger=replace(make_ledger(), source=source))))
+
+
+def test_a_sweep_over_the_kv_cache_shows_memory_and_others_do_not():
+    finished = make_finished()
+    for key, shows in (("kv.policy", True), ("graph.buckets", False)):
+        results = [make_result(finished, overrides=[f"{key}={value}"]) for value in ("a", "b")]
+        assert ("unused" in shown_metrics(results)) is shows

@@ -17,9 +17,10 @@ UNSIGNED_BYTE = "|u1"  # typestr of __cuda_array_interface__
 
 
 def has_address_ranges(device: torch.device) -> bool:
-    """Whether the device and its driver can map memory behind reserved addresses."""
-    if device.type != "cuda":
-        return True  # emulated
+    """Whether the device and its driver can map memory behind reserved addresses; so it is taken for granted of a
+    device that is emulated, or planned for and not here."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
     from cuda.bindings import driver
 
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED

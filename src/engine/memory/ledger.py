@@ -62,6 +62,10 @@ class MemoryLedger:
     planned: dict[str, int]  # part -> bytes, as the policy had them when it sized the KV cache
     phases: tuple[LedgerPhase, ...]
 
+    @property
+    def phase_names(self) -> tuple[str, ...]:
+        return tuple(phase.phase for phase in self.phases)
+
     def phase(self, name: str) -> LedgerPhase:
         """The phase of that name; KeyError if there was none."""
         for phase in self.phases:
