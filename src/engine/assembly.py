@@ -62,11 +62,17 @@ def assemble(config: EngineConfig, on_stage: OnStage) -> Assembly:
                 parts.finish()
         record = _record(config, parts, attention.name, policy.name, choices)
     except BaseException as error:
-        # The frames of the traceback hold tensors for as long as somebody looks at the error.
-        traceback.clear_frames(error.__traceback__)
+        _forget_frames(error)
         parts.release()
         raise
     return Assembly(parts, tokenizer, record)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Empty the frames of an error and of those that led to it: they hold tensors as long as somebody has the error."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _choose_device(requested: str, choices: dict[str, str]) -> torch.device:

@@ -89,9 +89,7 @@ class EngineStartup:
 
     def load(self) -> None:
         """Weights, rows and static batch; ValueError with the sum before anything is read that would not fit."""
-        meta = torch.device("meta")
-        decoder, rows, static = self._resident(meta)
-        self.budget.check_before_load(weights=decoder.num_bytes, static_buffers=rows.num_bytes + static.num_bytes)
+        self.budget.check_before_load(**self._sizes(*self._resident(torch.device("meta"))))
         with self._verb("load"):
             self.decoder, self.rows, self.static = self._resident(self.device)
             if self.source.load_format == "dummy":
@@ -99,8 +97,7 @@ class EngineStartup:
             else:
                 assert self.source.directory is not None
                 load_weights(self.decoder, self.source.directory)
-            self.book.state(weights=self.decoder.num_bytes,
-                            static_buffers=self.static.num_bytes + self.rows.num_bytes)
+            self.book.state(**self._sizes(self.decoder, self.rows, self.static))
 
     def _resident(self, device: torch.device) -> tuple[Decoder, RequestRows, StaticBatch]:
         """What a step needs beside the KV cache, uninitialised."""
@@ -109,6 +106,10 @@ class EngineStartup:
         rows = RequestRows(max_num_seqs, self.geometry.table_width, self.geometry.block_size, device)
         static = StaticBatch(max_num_seqs, rows, arch.hidden_size, arch.vocab_size, source.dtype, device)
         return decoder, rows, static
+
+    @staticmethod
+    def _sizes(decoder: Decoder, rows: RequestRows, static: StaticBatch) -> dict[str, int]:
+        return {"weights": decoder.num_bytes, "static_buffers": rows.num_bytes + static.num_bytes}
 
     @torch.inference_mode()
     def profile_forward(self) -> int:
@@ -161,7 +162,7 @@ class EngineStartup:
         with self._verb("allocate"):
             if self._addresses is not None:
                 self.graph_builder.make_room()
-                num_bytes = self.available_bytes() + self._addresses.mapped_bytes
+                num_bytes = self._addresses.round_down(self.available_bytes() + self._addresses.mapped_bytes)
             num_blocks, self.kv_sized_by = self.budget.num_blocks(num_bytes)
             pool, outside = self.graph_builder.rehearsed or (0, 0)
             rounding = self.budget.activation_bytes - self.activation_peak_bytes

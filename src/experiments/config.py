@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Optional
 
 from engine.checks import check_choice, check_range
-from engine.config import MAX_NUM_SEQS, EngineConfig, GraphConfig, ModelConfig, SchedulerConfig
+from engine.config import MAX_NUM_SEQS, EngineConfig, GraphConfig, KVConfig, ModelConfig, SchedulerConfig
 from engine.memory.config import MAX_KV_SIZE
 
 MODES = ("run", "plan")
@@ -140,6 +140,8 @@ class Config(EngineConfig):
             yield from ((f"graph.{name}", True, "graph.mode=eager captures nothing") for name in sorted(changed))
             yield ("scheduler.above_largest_bucket", above != SchedulerConfig.above_largest_bucket,
                    "graph.mode=eager captures nothing")
+            yield from ((f"kv.{name}", getattr(self.kv, name) != getattr(KVConfig, name),
+                         "graph.mode=eager captures nothing") for name in ("rehearse", "on_shortage"))
             return
         policy = graph.buckets if isinstance(graph.buckets, str) else "an explicit list"
         yield "graph.max_bucket", "max_bucket" in changed and policy == "an explicit list", f"{policy} ignores it"

@@ -20,6 +20,7 @@ from engine import (
     SchedulerConfig,
 )
 from engine.config import Architecture
+from engine.decode_step import DecodeStep
 from engine.memory.address_range import AddressRange
 from engine.memory.ledger import READY, RUN_PEAK
 from engine.units import GIB, MIB
@@ -100,21 +101,22 @@ def test_starting_and_closing_many_times_leaks_nothing(policy):
     assert max(used[1:]) - min(used[1:]) <= 2 * MIB, used
 
 
-def test_nothing_stays_after_a_start_that_fails(monkeypatch):
-    config = limited("capture_then_allocate", 2 * GIB)
+@pytest.mark.parametrize("policy", MEASURING)
+def test_nothing_stays_after_a_start_that_fails_in_the_middle_of_a_capture(monkeypatch, policy):
+    config = limited(policy, 2 * GIB)
     with Engine(config):
         pass
-    before = in_use()
+    before, run = in_use(), DecodeStep.run
 
-    def fail(*args: object) -> None:
-        raise RuntimeError("CUDA error: out of memory")
+    def fail(step: DecodeStep, *args: object) -> None:
+        run(step, *args)
+        if torch.cuda.is_current_stream_capturing() and step.caches[0].keys_NSKD.shape[0] > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
-    for place in ("capture_end", "instantiate"):
-        with monkeypatch.context() as patched:
-            patched.setattr(torch.cuda.CUDAGraph, place, fail)
-            with pytest.raises(ValueError, match=r"out of device memory during capture: limit .* weights .* kv cache"):
-                Engine(config)
-        assert in_use() - before <= 2 * MIB, place
+    monkeypatch.setattr(DecodeStep, "run", fail)
+    with pytest.raises(ValueError, match=r"out of device memory during capture: limit .* weights "):
+        Engine(config)
+    assert in_use() - before <= 2 * MIB
 
 
 def test_a_device_that_is_full_at_capture_refuses_the_start_or_drops_graphs_and_the_accounting_policies_run():

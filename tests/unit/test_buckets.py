@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.graph.buckets import BUCKET_POLICIES, BucketOptions, BucketTable
+from engine.graph.buckets import BUCKET_POLICIES, BucketOptions, BucketTable, least_valuable
 from engine.graph.config import GraphConfig
+from engine.graph.estimate import estimate_graph_bytes
+from engine.records import BucketRecord
 
 LIMITS = range(1, 1101)
 OPTIONS = BucketOptions(step=24, histogram={1: 7, 5: 100, 9: 3, 40: 20, 41: 30, 200: 9, 777: 2}, max_graphs=4)
@@ -117,3 +119,28 @@ def test_a_capture_order_names_every_bucket_once():
     assert GraphConfig(buckets=[1, 4], capture_order=[1, 4]).bucket_table(4).sizes == (1, 4)
     with pytest.raises(ValueError, match=r"graph.capture_order must name each bucket once: the buckets are \[1, 4\]"):
         GraphConfig(buckets=[1, 4], capture_order=[4, 2]).bucket_table(4)
+
+
+@given(sizes=st.sets(st.integers(1, 200), min_size=2, max_size=12))
+def test_the_least_valuable_bucket_is_the_one_whose_loss_pads_least_and_never_the_largest(sizes):
+    def padding(sizes):
+        table = BucketTable(tuple(sorted(sizes)))
+        return sum(table.find(batch_size) - batch_size for batch_size in range(1, table.largest + 1))
+
+    lost = least_valuable(sizes)
+    assert lost in sizes - {max(sizes)}
+    assert padding(sizes - {lost}) == min(padding(sizes - {size}) for size in sizes - {max(sizes)})
+
+
+def test_the_last_bucket_cannot_be_lost():
+    with pytest.raises(ValueError, match="two or more"):
+        least_valuable([8])
+
+
+@given(pools=st.lists(st.integers(0, 1000), min_size=1, max_size=6), num_buckets=st.integers(6, 60))
+def test_the_estimate_of_graphs_is_exact_when_all_were_rehearsed_and_grows_by_their_mean(pools, num_buckets):
+    records = [BucketRecord(size, 0.0, 0.0, pool, 2 * pool) for size, pool in enumerate(pools, 1)]
+    assert estimate_graph_bytes(records, len(records)) == (sum(pools), 2 * sum(pools))
+    further = pools[:-1]
+    added = sum(further) * (num_buckets - 1) // len(further) if further else 0
+    assert estimate_graph_bytes(records, num_buckets)[0] == pools[-1] + added

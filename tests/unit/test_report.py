@@ -84,7 +84,8 @@ def test_a_finished_run_shows_answers_tables_warnings_and_places(tmp_path):
 
 def test_the_graphs_of_a_run_are_told_with_cost_order_parity_and_use(tmp_path):
     startup = make_startup(
-        buckets=(BucketRecord(1, 0.1, 0.2, 1 << 20, 3 << 20, 310, 300, 1.5), BucketRecord(4, 0, 0, 0, 0, 9, 8, 2.0)),
+        buckets=(BucketRecord(1, 0.1, 0.2, 1 << 20, 3 << 20, num_nodes=310, num_kernels=300, replay_ms=1.5),
+                 BucketRecord(4, 0, 0, 0, 0, num_nodes=9, num_kernels=8, replay_ms=2.0)),
         parity=(ParityRecord(1, 1, 0.0, 0, True), ParityRecord(4, 3, 0.25, 1, False)), disabled_buckets=(4,))
     finished = replace(make_finished(), startup=startup)
     lines = report(make_result(finished), finished, tmp_path).splitlines()

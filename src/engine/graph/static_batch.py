@@ -45,9 +45,10 @@ class StaticBatch:
 
     @property
     def num_bytes(self) -> int:
-        """Device bytes of the buffers."""
+        """Device bytes of the buffers, which on a CPU those of the host are as well."""
         step = {name: tensor for name, tensor in vars(self._all).items() if name not in ("rows_R", "new_blocks_R")}
-        return sum(tensor.nbytes for tensor in (self._sent_2R, *step.values(), self.hidden_RH, self.logits_RV,
+        host = self._host if self.hidden_RH.device.type == "cpu" else ()
+        return sum(tensor.nbytes for tensor in (*host, self._sent_2R, *step.values(), self.hidden_RH, self.logits_RV,
                                                 self.tokens_R))
 
     def write(self, rows: Sequence[int], new_blocks: Sequence[int], size: int) -> None:

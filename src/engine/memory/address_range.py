@@ -27,7 +27,20 @@ def has_address_ranges(device: torch.device) -> bool:
     return bool(_call(driver.cuDeviceGetAttribute, attribute, device.index))
 
 
-class AddressRange:
+class _Granules:
+    """Memory is mapped by whole granules."""
+
+    granularity: int  # bytes
+
+    def round_down(self, num_bytes: int) -> int:
+        """As much of `num_bytes` as can be mapped without taking more."""
+        return num_bytes // self.granularity * self.granularity
+
+    def _round_up(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.granularity) * self.granularity
+
+
+class AddressRange(_Granules):
     """`num_bytes` addresses, rounded up to the device's granularity, of which the first `mapped_bytes` have memory."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -40,8 +53,8 @@ class AddressRange:
         place.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         place.location.id = device.index
         self._place = place
-        self.granularity: int = _call(driver.cuMemGetAllocationGranularity, place,
-                                      driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM)
+        self.granularity = _call(driver.cuMemGetAllocationGranularity, place,
+                                 driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM)
         self.num_bytes = self._round_up(num_bytes)
         self.mapped_bytes = 0
         self._address = int(_call(driver.cuMemAddressReserve, self.num_bytes, 0, 0, 0))
@@ -83,11 +96,8 @@ class AddressRange:
             _call(self._driver.cuMemAddressFree, self._address, self.num_bytes)
             self._address = self.mapped_bytes = 0
 
-    def _round_up(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.granularity) * self.granularity
 
-
-class EmulatedAddressRange:
+class EmulatedAddressRange(_Granules):
     """Host memory that becomes resident when it is written; the gauge counts what is mapped."""
 
     granularity = 2 << 20
@@ -100,7 +110,7 @@ class EmulatedAddressRange:
 
     def map_up_to(self, num_bytes: int) -> None:
         """As AddressRange does."""
-        size = -(-num_bytes // self.granularity) * self.granularity - self.mapped_bytes
+        size = self._round_up(num_bytes) - self.mapped_bytes
         if size > 0:
             self._gauge.map(size)
             self.mapped_bytes += size
