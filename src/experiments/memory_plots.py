@@ -25,7 +25,7 @@ def memory_waterfall(ledger: MemoryLedger) -> Figure:
     whole, parts = figure.subplots(2, 1, height_ratios=heights)
     _draw_waterfall(whole, bars, ledger.limit_bytes)
     when = "at the peak of the run" if phase.phase == RUN_PEAK else "after start-up"
-    whole.set_title(f"device memory {when}" + (", emulated on a CPU" if ledger.source == EMULATED else ""))
+    figure.suptitle(f"device memory {when}" + (", emulated on a CPU" if ledger.source == EMULATED else ""))
     places = range(len(small))
     measured = parts.barh([place - 0.2 for place in places], [phase.parts[part] / MIB for part in small], 0.4,
                           label="measured", color=OWN)
@@ -38,7 +38,7 @@ def memory_waterfall(ledger: MemoryLedger) -> Figure:
     parts.set_xlabel("MiB, without weights and KV cache")
     parts.invert_yaxis()
     parts.margins(x=0.12)
-    parts.legend(loc="lower right")
+    _legend_above(parts)
     return figure
 
 
@@ -56,7 +56,13 @@ def _draw_waterfall(axes: Axes, bars: dict[str, tuple[int, str]], limit_bytes: i
     axes.set_yticks(range(len(bars) + 1), [*bars, "device in use"])
     if limit_bytes is not None:
         axes.axvline(limit_bytes / MIB, color="black", linestyle="--", label=f"limit {limit_bytes / MIB:,.1f}")
-        axes.legend(loc="lower left")
+        _legend_above(axes)
     axes.set_xlabel("MiB")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.invert_yaxis()
     axes.margins(x=0.14)
+
+
+def _legend_above(axes: Axes) -> None:
+    """Where no bar reaches."""
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)

@@ -51,6 +51,21 @@ def test_a_ladder_measures_each_batch_size_and_leaves_what_a_list_is_tuned_for(t
     assert [bucket["batch_size"] for bucket in result["startup"]["buckets"]] in ([1, 3], [2, 3])
 
 
+def test_a_sweep_over_kv_memory_policies_shows_what_each_left(tmp_path):
+    done = run(["-m", *SMALL, "kv.policy=allocate_first,capture_then_allocate", "scheduler.max_num_seqs=8",
+                f"run.output_root={tmp_path}/out"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "a CPU stands in for a device" in done.stdout and "rehearsal" not in done.stdout
+    first, second = results(tmp_path / "out")
+    for result, policy in ((first, "allocate_first"), (second, "capture_then_allocate")):
+        ledger = result["startup"]["ledger"]
+        assert result["startup"]["kv_policy"] == policy and ledger["source"] == "emulated"
+        assert ledger["phases"][-1]["phase"] == "ready" and ledger["phases"][-1]["parts"]["kv_cache"] > 0
+        assert result["metrics"]["memory/overrun_bytes"]["value"] == 0
+        assert result["metrics"]["kv/num_tokens"]["value"] == 8 * 512
+    assert len(list((tmp_path / "out").rglob("memory.png"))) == 2
+
+
 def test_a_plan_prints_and_leaves_nothing(tmp_path):
     for arguments in ([], ["-m", "scheduler.max_num_seqs=2,3"]):
         done = run([*arguments, *SMALL, "mode=plan", "graph.buckets=pow2", f"run.output_root={tmp_path}/out"], tmp_path)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attention_cases import decode_batch, fill_pages, prefill_case, textbook
 from engine.kernels import noise as reference_noise
 from engine.kernels.attention import choose_attention
 from engine.sampler import SamplingBatch, SamplingFilters, make_sampler
-from kernels.attention_cases import decode_batch, fill_pages, prefill_case, textbook
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

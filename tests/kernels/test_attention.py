@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention_cases import Pages, decode_batch, fill_pages, prefill_case, textbook
 from engine.kernels import paged_decode, reference
 from engine.kernels.attention import choose_attention
 from engine.kernels.reference import ReferenceAttention
 from engine.kernels.triton_attention import TritonAttention
-from kernels.attention_cases import Pages, decode_batch, fill_pages, prefill_case, textbook
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = {"reference": ReferenceAttention, "triton": TritonAttention}
